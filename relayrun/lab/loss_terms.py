@@ -11,6 +11,7 @@ several ranks hold must be equal on all of them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -134,7 +135,7 @@ class TermMeasurement:
         """Return the whole tensors by key, with NaN where this rank has no piece."""
         found: dict[str, Array] = {}
         for key, part, where, shape in self._pieces(values, held=held):
-            found.setdefault(key, np.full(shape, np.nan, part.dtype))[where] = part
+            found.setdefault(key, np.full(shape, np.nan, part.dtype))[where] = np.nan_to_num(part, nan=np.inf)
         return found
 
     def measure(self, term: str) -> dict[str, Array]:
@@ -194,6 +195,7 @@ def difference(term: str, paths: Sequence[Path], reference: Path) -> tuple[float
             here = ~np.isnan(each)
             seen[name] |= here
             apart = float(np.linalg.norm((each - wanted[name])[here])) / max(norms[name], floor, 1e-12)
+            apart = apart if np.isfinite(apart) else math.inf  # one is infinite or no number
             found = max(found, (apart, f"{name}, rank {rank}" if len(paths) > 1 else name))
     missing = [name for name, each in seen.items() if not each.all()]
     return (1.0, f"{missing[0]}: NaN, or a part on no rank") if missing else found

@@ -40,6 +40,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
+from relayrun.files import write_atomic
 
 if TYPE_CHECKING:
     from relayrun.train.distributed import Ranks
@@ -69,32 +70,37 @@ class SignalFlag:
 def dump_stacks_on_request(path: Path) -> None:
     """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C; then write
     the unfinished collectives of this rank beside it. If `path` cannot be opened, stacks go to standard error."""
+    file: TextIO = sys.stderr
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
     except OSError as error:
         log.warning("stacks will go to standard error: %s", error)
-        file = sys.stderr
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    # the handler in C writes the signal's number to the pipe, also while the main thread runs no Python
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    beside = path.with_name(f"collectives-{path.stem.removeprefix('rank-')}.json")
-    threading.Thread(target=_dump_collectives, args=(reader, beside), name="collectives", daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
+    else:
+        beside = path.with_name(f"collectives-{path.stem.removeprefix('rank-')}.json")
+        threading.Thread(target=_dump_collectives, args=(file, beside), name="collectives", daemon=True).start()
+    # a chained handler would interrupt system calls
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
-def _dump_collectives(reader: int, path: Path) -> None:
-    """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo.
-    The dump that torch writes itself, after the timeout of a collective, is a pickle."""
-    while number := os.read(reader, 1):
-        if number[0] != signal.SIGUSR1 or (module := sys.modules.get("torch._C._distributed_c10d")) is None:
+def _dump_collectives(stacks: TextIO, path: Path) -> None:
+    """Whenever stacks were appended, write the unfinished collectives that torch's flight recorders have, over NCCL and
+    over gloo. The dump that torch writes itself, after the timeout of a collective, is a pickle."""
+    seen = os.fstat(stacks.fileno()).st_size
+    while True:
+        time.sleep(0.5)
+        before, seen = seen, os.fstat(stacks.fileno()).st_size
+        if seen == before or (module := sys.modules.get("torch._C._distributed_c10d")) is None:
             continue
-        dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError, LookupError):
-            known = [entry for dump in dumps if dump is not None for entry in json.loads(dump())["entries"]]
-            path.write_text(json.dumps([one for one in known if not one["retired"] and one["state"] != "completed"]))
+        found = []
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+            with contextlib.suppress(Exception):  # this build has none, or another format
+                entries = json.loads(getattr(module, name)())["entries"]
+                # NCCL leaves sends and receives of a batch as scheduled, also when they are done
+                found += [one for one in entries if not (one["is_p2p"] and "nccl" in name)]
+        found = [one for one in found if not (one["retired"] or one["state"] == "completed")]
+        with contextlib.suppress(OSError):
+            write_atomic(path, json.dumps(found), durable=False)
 
 
 @dataclass(frozen=True, kw_only=True)

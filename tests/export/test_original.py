@@ -382,3 +382,18 @@ def test_the_held_out_loss_is_computed_in_the_type_of_the_weights_on_gpus(tmp_pa
     found, said = scores.held_out_loss(source, out, EvaluationSection(interval=7, limit=2), gpus=gpus)
     assert (said["dtype"], said["gpus"]) == ("bfloat16" if gpus else "float32", gpus)
     assert found["held-out"]["loss"] == pytest.approx(5.9, abs=0.5)
+
+
+def test_no_private_file_is_reached_through_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    private, folder = tmp_path / "private", tmp_path / "checkpoint" / "original"
+    private.mkdir()
+    folder.mkdir(parents=True)
+    (private / "key.json").write_text("{}")
+    (private / "tokenizer.json").write_text("{}")
+    (folder / "keys").symlink_to(private)
+    (folder / "config.json").write_text('{"a": "keys/key.json"}')
+    assert original.carried_files(folder, links=False) == []
+    original.keep_original(folder, tmp_path / "kept", links=False)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["config.json"]
+    (tmp_path / "checkpoint" / "link").symlink_to(private)
+    assert original.carried_files(tmp_path / "checkpoint" / "link", links=False) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,21 @@ def test_a_config_that_ships_can_be_shrunk(path: Path) -> None:
     config = resolve.load_run_config(path)
     if isinstance(config, RunConfig):
         loss_oracle.shrink(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "reference"), [("nan", 1.0), (5.0, "inf"), (1.0, "nan")])
+def test_what_is_no_number_never_counts_as_equal(tmp_path: Path, own: float | str, reference: float | str) -> None:
+    """In a process of its own, which imports torch."""
+    code = f"""if True:
+        import pathlib
+        import numpy as np
+        from relayrun.lab.loss_terms import difference
+        folder = pathlib.Path({str(tmp_path)!r})
+        for name, value in (("one", float({reference!r})), ("layout", float({own!r}))):
+            value = np.nan_to_num(np.full(3, value), nan=np.inf)  # as they are measured
+            np.savez(folder / f"{{name}}.npz", **{{"token/value": np.ones(1), "token/w": value}})
+        print(difference("token", [folder / "layout.npz"], folder / "one.npz")[0])
+    """
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["inf"], done.stderr

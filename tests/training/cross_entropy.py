@@ -31,6 +31,8 @@ generator = torch.Generator().manual_seed(28)
 whole = 8 * torch.randn(SEQUENCE, BATCH, VOCABULARY, generator=generator)
 whole[0, 0] += 300  # the largest logit is taken off before exponentials
 labels = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+whole[1, 0, VOCABULARY // 2 :] = -torch.inf  # all that the last of two ranks has
+labels[0, 1] = 3
 weights = torch.rand(BATCH, SEQUENCE, generator=generator)
 found = {}
 for dtype in (torch.float32, torch.bfloat16):

@@ -250,7 +250,9 @@ def rank_defaults(cpus_per_task: str, *, trainer: str, site: Mapping[str, str]) 
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps
     }
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch before 2.9 reads the second alone
-    if trainer == "native" and not any(name in site for name in allocator):  # documents and experts change shapes
+    if trainer == "native" and not any(
+        name in site for name in (*allocator, "PYTORCH_HIP_ALLOC_CONF")
+    ):  # documents and experts change shapes
         found |= dict.fromkeys(allocator, "expandable_segments:True")
     if trainer == "megatron-lm":  # it refuses to split layers without; the native trainer looks at its layout
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

@@ -137,12 +137,19 @@ def late_ranks(stacks: Path) -> dict[int, str]:
     }
 
 
+STALE_SECONDS = 60.0
+"""A rank that has not answered this time has an older file."""
+
+
 def unfinished_collectives(stacks: Path) -> dict[str, str]:
     """Return the oldest unfinished collective by rank, as torch's flight recorder has it, with its number in its group:
     `all_reduce 57 of TENSOR_MODEL_PARALLEL_GROUP`."""
     found: dict[str, str] = {}
+    newest = max((path.stat().st_mtime for path in stacks.glob("collectives-*.json")), default=0.0)
     for path in sorted(stacks.glob("collectives-*.json")):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # torn, or another torch
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # of another torch
+            if path.stat().st_mtime < newest - STALE_SECONDS:
+                continue
             entry = json.loads(path.read_text())[0]
             number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
             words = f"{entry['profiling_name'].partition(':')[2]} {number} of {entry['process_group'][1]}"

@@ -167,7 +167,8 @@ def run_parts(
                 continue
             given += part.seconds
             say(f"{part.name}: {part.what}")
-            found.append(run_part(setup, part, seconds=given * stretch - (time.monotonic() - began)))
+            left = given * stretch - (time.monotonic() - began)
+            found.append(run_part(setup, part, seconds=max(1.0, left)))
             if found[-1].status in ("failed", "timeout"):
                 say(log_tail(setup.parts / f"{part.name}.log", 80))
             words = f": {found[-1].words}" if found[-1].words else ""

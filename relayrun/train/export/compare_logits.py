@@ -63,8 +63,10 @@ def _check_tokenizer(source: CheckpointSource, folder: Path, model: Any) -> list
         notes.append(f"{opens}with {len(tokenizer)} entries for {rows} rows of embeddings")
     if find_spec("lm_eval") is not None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        from lm_eval.models.huggingface import HFLM
-
+        try:
+            from lm_eval.models.huggingface import HFLM
+        except ImportError as error:
+            return [*notes, f"not opened by lm_eval, which cannot be imported: {error}"]
         if HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id is None:
             notes.append("lm_eval finds no token that begins or ends a text: some of its tasks need one")
     return notes

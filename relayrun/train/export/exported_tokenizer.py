@@ -79,7 +79,12 @@ def _frame_texts(source: CheckpointSource, folder: Path, original: Original) -> 
     begins, token = source.begins_with(bos), definition.id_to_token(bos)
     if token is None:
         return None
-    added = definition.encode("").tokens[:1] == [token]
+    framed = definition.encode("").tokens
+    added = framed[:1] == [token]
+    if begins and framed and not added:
+        words = f"the tokenizer frames a text by {' '.join(framed)}; the run's documents begin with {token}"
+        original.differences.append(words)
+        return bos
     if begins and not added:
         single, pair = f"{token}:0 $A:0", f"{token}:0 $A:0 {token}:1 $B:1"
         parts = [definition.post_processor, TemplateProcessing(single, pair, [(token, bos)])]

@@ -19,6 +19,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import leads_out, read_json
+from relayrun.leftovers import temporary_name
 
 ORIGINAL_NAME = "original"
 CONFIG_NAMES = ("config.json", "generation_config.json")
@@ -35,7 +36,7 @@ def carried_files(folder: Path, *, links: bool = True) -> list[str]:
     def is_there(name: str) -> bool:
         path = folder / name
         weights = name.endswith(tuple(_TABLES["weights"]))
-        return not (leads_out(name) or weights) and path.is_file() and (links or not path.is_symlink())
+        return not (leads_out(name) or weights) and path.is_file() and (links or _is_inside(folder, name))
 
     found = {str(path.relative_to(folder)) for pattern in _TABLES["tokenizer"] for path in folder.glob(pattern)}
     todo = [name for name in ("tokenizer_config.json", *CONFIG_NAMES) if is_there(name)]
@@ -50,6 +51,11 @@ def carried_files(folder: Path, *, links: bool = True) -> list[str]:
     return sorted(name for name in found if name not in CONFIG_NAMES and is_there(name))
 
 
+def _is_inside(folder: Path, name: str) -> bool:
+    """True if no symbolic link leads to a file of this folder: another user may have written it."""
+    return (folder / name).resolve() == folder.parent.resolve() / folder.name / name
+
+
 def copy_files(folder: Path, names: list[str], target: Path) -> None:
     """Copy files of a folder by relative name."""
     for name in names:
@@ -59,8 +65,9 @@ def copy_files(folder: Path, names: list[str], target: Path) -> None:
 
 def keep_original(folder: Path, target: Path, *, links: bool = True) -> None:
     """Copy config and tokenizer of a Hugging Face folder into the new folder `target`."""
-    there = [name for name in CONFIG_NAMES if (folder / name).is_file() and (links or not (folder / name).is_symlink())]
-    copy_files(folder, [*there, *carried_files(folder, links=links)], target)
+    there = [name for name in CONFIG_NAMES if (folder / name).is_file() and (links or _is_inside(folder, name))]
+    copy_files(folder, [*there, *carried_files(folder, links=links)], made := temporary_name(target))
+    made.rename(target)
 
 
 def original_of_run(run: Run, generations: int = 16) -> Path | None:

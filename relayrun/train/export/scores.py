@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,16 @@ def export_model(checkpoint: CheckpointSource, model: Path) -> None:
 
 
 def visible_gpus(settings: EvaluationSection, of_run: int) -> int:
-    """Return the GPUs of this job. Raises InputError if the job asks for some and torch sees none."""
+    """Return the GPUs of this job, which alone this process uses then. Raises InputError if the job asks for some and
+    torch sees none."""
     found, wanted = torch.cuda.device_count(), settings.job.gpus(of_run)
     if wanted and not found:
         words = f"the job asks for {wanted} GPUs, and torch {torch.__version__} sees none"
         raise InputError(words, where="evaluation.job", hint="set evaluation.job.gpus_per_node=0 to evaluate on CPUs")
-    return found
+    if wanted < found:  # the local scheduler gives a job no GPUs of its own; CUDA has not begun
+        given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given.split(",")[:wanted])
+    return min(found, wanted)
 
 
 def model_arguments(model: Path, source: CheckpointSource | None, *, gpus: int) -> dict[str, Any]:

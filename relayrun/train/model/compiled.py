@@ -8,7 +8,7 @@ the sum of the exponentials above it, and the backward pass computes the gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,11 +26,6 @@ _ROTATE = rope_utils._apply_rotary_pos_emb_bshd
 def compile_rotary_positions() -> None:
     """Let megatron-core rotate queries and keys in one kernel without TransformerEngine, in this whole process."""
     rope_utils._apply_rotary_pos_emb_bshd = _compiled(_ROTATE)
-
-
-def compile_loss(gpt: Any) -> None:
-    """Let a GPTModel compute its loss in compiled kernels."""
-    gpt.compute_language_model_loss = partial(language_model_loss, compiled=True)
 
 
 def language_model_loss(labels: Tensor, logits: Tensor, *, compiled: bool) -> Tensor:
@@ -60,7 +55,7 @@ def _exponentials_and_target(logits: Tensor, target: Tensor) -> tuple[Tensor, Te
     """Return for each token the largest logit, the sum of exp(logit - largest), and the target's logit, or 0 if another
     rank has it."""
     logits = logits.float()
-    largest = logits.max(dim=-1).values
+    largest = logits.max(dim=-1).values.clamp(min=torch.finfo(torch.float32).min)  # a part may be masked by -inf
     total = (logits - largest[:, None]).exp().sum(dim=-1)
     here = (target >= 0) & (target < logits.shape[-1])
     own = logits.gather(-1, torch.where(here, target, 0)[:, None])[:, 0]

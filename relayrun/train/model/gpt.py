@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -236,7 +237,7 @@ class ModelStage:
             return replace(block, layer_specs=[found] * len(block.layer_specs))
         return found
 
-    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
+    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: Any) -> Any:
         if config.data.restarts_positions:
             self._restart_positions(gpt)
         if config.parallel.separates_experts:
@@ -245,7 +246,7 @@ class ModelStage:
         if config.parallel.defer_embedding_wgrad_compute:
             kernels.defer_output_layer_alone(gpt)
         if kernels.compiles_loss(config, self.ranks.device):
-            compiled.compile_loss(gpt)
+            gpt.compute_language_model_loss = partial(compiled.language_model_loss, compiled=True)
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 

@@ -123,7 +123,9 @@ def check_compiler(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _missing_compiler() -> str | None:
-    """Return what triton needs for a compiled kernel and does not find; it looks in the same places."""
+    """Return what a compiled kernel needs and is not here: triton, or what triton looks for, in the same places."""
+    if importlib.util.find_spec("triton") is None:
+        return "no triton"
     given, scheme = os.environ.get("CC"), sysconfig.get_default_scheme()
     if not (shutil.which(given) if given is not None else shutil.which("gcc") or shutil.which("clang")):
         return "no C compiler (CC, gcc or clang)"

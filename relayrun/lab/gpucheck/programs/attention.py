@@ -1,17 +1,17 @@
 """Attention as training calls it, forward and backward: the kernel that torch picks, and its speed.
 
 Whole sequences, documents (`data.reset_attention_mask`) and a sliding window (`model.transformer.window_size`) use
-`CausalAttention`, the module of a training run; for comparison one call uses a mask over the documents. FLOPs count the
+`CausalAttention`, the module of a training run. FLOPs count the
 visible pairs, with a backward pass of 2.5 times the forward pass: 3.5 x 2 x 2 x channels x heads x pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
@@ -25,10 +25,6 @@ KERNEL_PREFIXES = (
     "aten::_efficient_attention",
 )
 """Operations whose names tell which implementation `scaled_dot_product_attention` has chosen."""
-
-
-PreparedCall = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
-"""A forward pass, and its inputs."""
 
 
 class AttentionTensors:
@@ -45,7 +41,6 @@ class AttentionTensors:
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts.sort().values, torch.tensor([self.sequence])])
         self.lengths = bounds.diff().repeat(self.batch)
         """Tokens of each document, row after row."""
-        self.starts = bounds
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value with new random values."""
@@ -59,13 +54,6 @@ class AttentionTensors:
     def documents(self) -> PackedDocuments:
         """Return the documents in training's format."""
         return PackedDocuments(lengths=self.lengths.view(self.batch, -1).tolist(), device=self.device)
-
-    def mask(self) -> torch.Tensor:
-        """Return [batch, 1, sequence, sequence], True where a token (row) sees another: in its document, before it."""
-        at = torch.arange(self.sequence)
-        document = torch.bucketize(at, self.starts[1:], right=True)
-        visible = (document[:, None] == document[None]) & (at[None] <= at[:, None])
-        return visible.expand(self.batch, 1, -1, -1).to(self.device)
 
     @property
     def window(self) -> int:
@@ -135,23 +123,9 @@ def attention_kernels(action: Callable[[], object], device: torch.device) -> dic
     return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
 
 
-def masked_attention(shape: AttentionTensors) -> PreparedCall:
-    """Return attention with one mask of [sequence, sequence], and its inputs."""
-    query, key, value = inputs = shape.inputs()
-    mask, repeat = shape.mask(), shape.heads // shape.groups
-
-    def forward() -> torch.Tensor:
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-    return forward, inputs
-
-
 WAYS = {
     "whole": "attention of whole sequences",
     "packed": "attention of packed documents",
-    "packed_masked": "attention of packed documents, with a mask",
     "window": "attention of whole sequences, with a window",
 }
 """Descriptions by name."""
@@ -161,12 +135,9 @@ def measure_way(program: RankProgram, name: str) -> dict[str, Any]:
     """Return speed and kernels of attention in one of the `WAYS`."""
     shape = AttentionTensors(program)
     pairs = {"whole": shape.pairs(torch.full((shape.batch,), shape.sequence)), "window": shape.pairs_with_window()}
-    if name == "packed_masked":
-        forward, inputs = masked_attention(shape)
-    else:
-        attend = attention_module(shape, shape.window if name == "window" else None)
-        documents, inputs = shape.documents() if name == "packed" else None, shape.inputs()
-        forward = lambda: attend(*inputs, packed_seq_params=documents)  # noqa: E731
+    attend = attention_module(shape, shape.window if name == "window" else None)
+    documents, inputs = shape.documents() if name == "packed" else None, shape.inputs()
+    forward = partial(attend.__call__, *inputs, packed_seq_params=documents)
     made = measure_call(
         shape, forward, inputs, pairs.get(name, shape.pairs(shape.lengths)), program.setup.sizes.repeats
     )
