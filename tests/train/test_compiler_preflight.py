@@ -25,6 +25,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "include").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "triton" or None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / "include")})
     return tmp_path
 

@@ -237,7 +237,7 @@ class ModelStage:
             return replace(block, layer_specs=[found] * len(block.layer_specs))
         return found
 
-    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: Any) -> Any:
+    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
         if config.data.restarts_positions:
             self._restart_positions(gpt)
         if config.parallel.separates_experts:
@@ -246,7 +246,8 @@ class ModelStage:
         if config.parallel.defer_embedding_wgrad_compute:
             kernels.defer_output_layer_alone(gpt)
         if kernels.compiles_loss(config, self.ranks.device):
-            gpt.compute_language_model_loss = partial(compiled.language_model_loss, compiled=True)
+            loss = partial(compiled.language_model_loss, compiled=True)
+            gpt.compute_language_model_loss = loss  # type: ignore[assignment]
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
