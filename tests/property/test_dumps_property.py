@@ -20,8 +20,8 @@ NAMES = st.text(
 
 
 def _encodable(name: str) -> bool:
-    if name.startswith("."):
-        return False  # a hidden file is no data
+    if name.startswith((".", "_")):
+        return False  # a hidden file is no data, nor one that programs set aside
     try:
         return len(name.encode("utf-8", "surrogateescape")) <= 200
     except UnicodeEncodeError:
