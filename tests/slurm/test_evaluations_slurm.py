@@ -68,7 +68,8 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
     for line in lines:
         assert set(line["results"]) == {"tiny_choice"}
         assert 0 <= line["results"]["tiny_choice"]["acc"] <= 1
-        assert line["settings"] == {"program": line["settings"]["program"], "num_fewshot": None, "limit": 10}
+        own = {"num_fewshot": None, "limit": 10, "dtype": "auto", "parallelize": False}
+        assert line["settings"] == {"program": line["settings"]["program"], **own}
         assert line["settings"]["program"].startswith("lm_eval ")
         assert json.loads((Path(line["model"]) / "config.json").read_text())["model_type"] == "llama"
     logs = sorted(path.name for path in (ROOT / "logs/slurm/training").glob(f"{name}-iter_*.out"))
