@@ -35,7 +35,7 @@ _KEPT_OF_TRAINING = ("seed", "loss", "loss_mean", "recompute_granularity", "reco
 
 @dataclass(frozen=True, kw_only=True)
 class OracleReport:
-    """What was shrunk and what came out."""
+    """The result of a comparison: the settings that were shrunk, and a row for each term of the loss."""
 
     shrunk: list[str] = field(default_factory=list)
     rows: dict[str, dict[str, tuple[float, str]]] = field(default_factory=dict)

@@ -135,7 +135,7 @@ class TermMeasurement:
         """Return the whole tensors by key, with NaN where this rank has no piece."""
         found: dict[str, Array] = {}
         for key, part, where, shape in self._pieces(values, held=held):
-            found.setdefault(key, np.full(shape, np.nan, part.dtype))[where] = np.nan_to_num(part, nan=np.inf)
+            found.setdefault(key, np.full(shape, np.nan, part.dtype))[where] = np.where(np.isnan(part), np.inf, part)
         return found
 
     def measure(self, term: str) -> dict[str, Array]:

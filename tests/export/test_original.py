@@ -397,3 +397,5 @@ def test_no_private_file_is_reached_through_a_folder_that_is_a_link(tmp_path: Pa
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["config.json"]
     (tmp_path / "checkpoint" / "link").symlink_to(private)
     assert original.carried_files(tmp_path / "checkpoint" / "link", links=False) == []
+    original.keep_original(tmp_path / "checkpoint" / "link", tmp_path / "nothing", links=False)
+    assert not (tmp_path / "nothing").exists()

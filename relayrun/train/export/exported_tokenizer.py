@@ -81,11 +81,11 @@ def _frame_texts(source: CheckpointSource, folder: Path, original: Original) -> 
         return None
     framed = definition.encode("").tokens
     added = framed[:1] == [token]
-    if begins and framed and not added:
-        words = f"the tokenizer frames a text by {' '.join(framed)}; the run's documents begin with {token}"
-        original.differences.append(words)
-        return bos
     if begins and not added:
+        if framed:
+            words = f"the tokenizer frames a text by {' '.join(framed)}; the run's documents begin with {token}"
+            original.differences.append(words)
+            return bos
         single, pair = f"{token}:0 $A:0", f"{token}:0 $A:0 {token}:1 $B:1"
         parts = [definition.post_processor, TemplateProcessing(single, pair, [(token, bos)])]
         definition.post_processor = Sequence([part for part in parts if part is not None])

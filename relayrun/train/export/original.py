@@ -66,8 +66,9 @@ def copy_files(folder: Path, names: list[str], target: Path) -> None:
 def keep_original(folder: Path, target: Path, *, links: bool = True) -> None:
     """Copy config and tokenizer of a Hugging Face folder into the new folder `target`."""
     there = [name for name in CONFIG_NAMES if (folder / name).is_file() and (links or _is_inside(folder, name))]
-    copy_files(folder, [*there, *carried_files(folder, links=links)], made := temporary_name(target))
-    made.rename(target)
+    if names := [*there, *carried_files(folder, links=links)]:
+        copy_files(folder, names, made := temporary_name(target))
+        made.rename(target)
 
 
 def original_of_run(run: Run, generations: int = 16) -> Path | None:
