@@ -89,7 +89,6 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
         gpus_per_node=job.gpus_per_node,
         gpu_program=[*safe_python, "relayrun.train.gpu_health"] if job.gpus_per_node else [],
-        probe_program=[*safe_python, "relayrun.train.node_benchmark"],
         time_limit=time_limit,
         grace_period=grace_period,
         min_grace_period=min(config.chain.min_grace_period, time_limit / 2) if fixed is None else fixed,

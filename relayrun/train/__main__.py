@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from relayrun.control.agent import node_facts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
@@ -107,7 +106,7 @@ def main(flag: SignalFlag) -> int:
         )
         heartbeat.beat()
         if plan is not None and judges:
-            check_node_at_start(run, plan, attempt, node)
+            check_node_at_start(plan, attempt, node)
         quiet_libraries()
         megatron_versions.check_version()
         # slow imports follow; nsys must wrap the process before torch is imported
@@ -170,13 +169,13 @@ class UnhealthyNode(RelayrunError):
     """Ranks cannot train on this node; they may on another node."""
 
 
-def check_node_at_start(run: Run, plan: Plan, attempt: Attempt, node: str) -> None:
+def check_node_at_start(plan: Plan, attempt: Attempt, node: str) -> None:
     """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
     if plan.chain.node_health == "off":
         return
     facts = node_facts.gather_facts(plan, attempt.path)
     sick = ""
-    for found in node_facts.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
+    for found in node_facts.findings_of_facts(node, facts, plan):
         seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
         log.warning("%s", seen.told)
         try:

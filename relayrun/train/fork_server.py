@@ -29,7 +29,6 @@ from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, Started
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import log_to_stderr
-from relayrun.train import node_benchmark
 from relayrun.train.reporting.liveness import AGENT_SOCKET_VARIABLE, memory_folder
 from relayrun.train.requests import SignalFlag
 
@@ -41,15 +40,12 @@ PR_SET_NAME = 15
 class TrainingForkServer(RankServer):
     """Forks ranks."""
 
-    gpus = 0
-    """Number of GPUs of this node."""
-
     def start(self, order: Message) -> StartedProcess:
-        """Fork a rank, or a measurement of this node."""
+        """Fork a rank."""
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _run_child(lambda: self._measure(order) if order["kind"] == "probe" else self._be_rank(order, server))
+            _run_child(lambda: self._be_rank(order, server))
         return StartedProcess(pid, partial(_wait, pid))
 
     def _be_rank(self, order: Message, server: int) -> int:
@@ -73,10 +69,6 @@ class TrainingForkServer(RankServer):
 
         sys.argv = [program.__file__, *order["arguments"]]
         return program.main(flag)
-
-    def _measure(self, order: Message) -> int:
-        node_benchmark.send_measurement(self.agent, order, gpus=self.gpus)
-        return 0
 
 
 def _run_child(work: Callable[[], int]) -> NoReturn:
@@ -149,7 +141,7 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     server = TrainingForkServer(agent, Run(options.run_dir.absolute()))
     try:
-        server.gpus = server.load_plan().gpus_per_node
+        server.load_plan()
         import_program()
         read_config(server.run)
     except BaseException as error:

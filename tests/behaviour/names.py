@@ -73,7 +73,6 @@ PROGRAMS = {
     "relayrun.train.mirror": "copier of checkpoints",
     "relayrun.train.fork_server": "fork server of ranks",
     "relayrun.train.gpu_health": "health of GPUs",
-    "relayrun.train.node_benchmark": "probe of a node",
 }
 """Module that `python -m` starts, and its role. The record has the role in the place of the module."""
 

@@ -141,7 +141,6 @@ def test_a_node_whose_step_and_connection_end_in_the_same_turn_is_lost_once(desk
         {"port": 65536},
         {"port": -1},
         {"port": True},
-        {"probe_port": "x"},
         {"name": None},
         {"name": 7},
     ],

@@ -387,7 +387,7 @@ def test_the_interface_of_this_machine_has_a_name(monkeypatch: pytest.MonkeyPatc
 # --- mutated messages
 
 EXAMPLES: list[dict[str, Any]] = [
-    {"kind": "hello", "name": "n2", "port": 1, "probe_port": 2},
+    {"kind": "hello", "name": "n2", "port": 1},
     {"kind": "dead", "restart": 1, "rank": 2, "code": -9, "error": "e", "told": False},
     {"kind": "ended", "restart": 1, "port": 1, "memory": [[2, 7, "hash", False]], "facts": {"memory": 1 << 33}},
     {"kind": "beat", "restart": 1, "standing": [[2, 9, "forward", 7, 61.0, 60.0, ""]]},
@@ -401,7 +401,6 @@ EXAMPLES: list[dict[str, Any]] = [
             "shm": None,
             "tmp": 5,
             "open_files": 1024,
-            "ranks_memory": 7,
             "unwritable": {"tmp": "full"},
             "gpus": [{"index": 0, "ecc_uncorrected": 1, "rows_failed": False, "rows_pending": True, "slowed": 8}],
             "xids": ["Xid 79"],
@@ -411,8 +410,6 @@ EXAMPLES: list[dict[str, Any]] = [
         },
     },
     {"kind": "clock", "sent": 1.0, "here": 2.0},
-    {"kind": "probing"},
-    {"kind": "probed", "matmul": 0.1, "exchange": 0.2, "on": "cpu", "wrong": "1 row", "error": "e", "devices": 8},
 ]
 LEAVES: list[Any] = [
     None,
@@ -439,10 +436,10 @@ LEAVES: list[Any] = [
     [None] * 9,
     {},
     {"x": {}},
-    {"memory": "x"},
+    {"shm": "x"},
     {"gpus": [{}]},
     {"unwritable": ["x"]},
-    {"ranks_memory": "x"},
+    {"memory": "x"},
     {"command": {}},
 ]
 
@@ -558,9 +555,8 @@ while time.time() < until:
     for node in (0, 1, 2):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=2) as c:
-                hello = {"kind": "hello", "job": job, "attempt": 1, "node": node, "name": "10.6.6.6", "port": 6666,
-                         "probe_port": 6667}
-                facts = {"kind": "health", "facts": {"ranks_memory": "x"}}
+                hello = {"kind": "hello", "job": job, "attempt": 1, "node": node, "name": "10.6.6.6", "port": 6666}
+                facts = {"kind": "health", "facts": {"memory": "x"}}
                 answer = {"kind": "answer", "node": node, "nonce": "0" * 32, "proof": "0" * 64}
                 c.settimeout(2)
                 got = c.recv(65536)

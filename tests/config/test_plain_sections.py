@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD: list[dict[str, Any]] = [
     {},
     {"grace_period": "auto", "signal_seconds": 7, "triggers_group": "users"},
-    {"node_health_limits": {"memory_gb": "auto", "slower": 2}, "node_health_command": ["/opt/check", "--quick"]},
+    {"node_health_limits": {"memory_gb": 8, "open_files": 2}, "node_health_command": ["/opt/check", "--quick"]},
     {"node_health_limits": {"memory_gb": 0, "clock_seconds": 0.25, "command_seconds": 40}},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -37,7 +37,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"node_health_command": ["a", 1]}, "chain.node_health_command[1]"),
     ({"node_health_command": ["a\nb"]}, "chain.node_health_command[0]"),
     ({"node_health_limits": []}, "chain.node_health_limits"),
-    ({"node_health_limits": {"slower": 1.0}}, "chain.node_health_limits.slower"),
+    ({"node_health_limits": {"clock_seconds": 0}}, "chain.node_health_limits.clock_seconds"),
     ({"node_health_limits": {"command_seconds": 41}}, "chain.node_health_limits.command_seconds"),
     ({"node_health_limits": {"memory_gb": None}}, "chain.node_health_limits.memory_gb"),
 ]

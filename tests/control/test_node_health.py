@@ -14,14 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import health, node_facts
-from relayrun.control.agent import health as health_module
 from relayrun.control.agent.health import CLOCK_QUESTIONS, BackgroundWork, ClockOffsets, JobHealth, LocalNodeHealth
 from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import MessageSocket
@@ -31,29 +29,25 @@ from relayrun.control.agent.node_facts import (
     decide_actions,
     findings_of_clock,
     findings_of_facts,
-    findings_of_probe,
     gather_facts,
     judge_findings,
     quick_facts,
 )
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
-from relayrun.control.rundir.node_health import HealthFinding, NodeHistory
+from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_json_lines
 from relayrun.train.gpu_health import hardware_xids
-from relayrun.train.node_benchmark import ring_neighbour_pairs
 from tests.history import began
 from tests.plans import node_checks, plan_with
 from tests.waiting import wait_for
 
-EMPTY = NodeHistory([])
 GB = 10**9
 
 
-def found(facts: dict[str, Any], history: NodeHistory = EMPTY, **plan: Any) -> dict[str, HealthFinding]:
-    return {each.check: each for each in findings_of_facts("n1", facts, node_checks(mode="warn", **plan), history)}
+def found(facts: dict[str, Any], **plan: Any) -> dict[str, HealthFinding]:
+    return {each.check: each for each in findings_of_facts("n1", facts, node_checks(mode="warn", **plan))}
 
 
 def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> None:
@@ -78,15 +72,6 @@ def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> 
     for each in there.values():
         assert each.value < each.limit
     assert there["memory"].words == f"{facts['memory'] / 1e9:.3g} GB of memory are free, 1e+09 GB wanted"
-
-
-def test_memory_is_compared_with_what_ranks_took_before() -> None:
-    history = NodeHistory([{"ranks_memory": 40 * GB}, {"ranks_memory": 44 * GB}, {"ranks_memory": 300 * GB}])
-    assert not found({"memory": 44 * GB}, history)
-    assert not found({"memory": GB})  # nobody knows
-    short, much_shorter = found({"memory": 30 * GB}, history)["memory"], found({"memory": 20 * GB}, history)["memory"]
-    assert (short.hard, much_shorter.hard, short.limit) == (False, True, 44 * GB)
-    assert short.words == "30 GB of memory are free, and ranks of this run took 44 GB before"
 
 
 def test_a_folder_that_cannot_be_written_is_hard(tmp_path: Path) -> None:
@@ -154,7 +139,7 @@ def plan_of(run: Run, **health: Any) -> Plan:
 )
 def test_the_sites_own_check(tmp_path: Path, command: list[str], hard: bool | None, words: str) -> None:
     plan = node_checks(mode="warn", command=command, command_seconds=0.5 if command[0] == "sleep" else 60.0)
-    there = {each.check: each for each in findings_of_facts("n1", gather_facts(plan, tmp_path), plan, EMPTY)}
+    there = {each.check: each for each in findings_of_facts("n1", gather_facts(plan, tmp_path), plan)}
     assert (there["command"].hard, there["command"].words) == (hard, words) if words else there == {}
 
 
@@ -293,9 +278,6 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
     plan, selector = node_checks(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
-    own.ranks_start()
-    taken = bytearray(64 << 20)  # a rank's memory
-    own.ranks_run()
     own.ranks_end()
     wait_for(lambda: behind or not own._running or turn(selector), step=0.0)
     own.look_between(told.append, copies=tmp_path)
@@ -304,7 +286,6 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     answers.touch()
     wait_for(lambda: told or turn(selector), step=0.0)
     (facts,) = told
-    assert len(taken) == 64 << 20
     assert (facts["gpus"], facts["unwritable"]) == ([], {})
     assert not own._running
     own.ranks_end()
@@ -409,24 +390,6 @@ def test_one_clock_alone_is_right() -> None:
     assert clocks.offsets() == {}
 
 
-def test_what_is_slower_than_the_runs_own_median_is_named_and_the_first_measurement_is_not() -> None:
-    plan = node_checks(mode="warn", slower=1.5)
-    probe = {"matmul": 0.016, "exchange": 0.002, "on": "cpu"}
-    assert not list(findings_of_probe("n1", probe, plan, EMPTY))
-    history = NodeHistory([{"matmul": 0.010, "exchange": 0.002, "on": "cpu"}, {"matmul": 0.001, "on": "H100"}])
-    (slow,) = findings_of_probe("n1", probe, plan, history)
-    assert (slow.check, slow.hard, slow.value) == ("matmul", False, 0.016)
-    assert slow.limit == pytest.approx(0.015)
-    assert slow.words == "a matrix product takes 16 ms, 1.6 times this run's median of 10 ms (1.5 times allowed)"
-    assert not list(findings_of_probe("n1", probe | {"matmul": 0.0149}, plan, history))
-    (wrong,) = findings_of_probe("n1", {"wrong": "3 of 768 rows of a product"}, plan, history)
-    assert (wrong.check, wrong.hard) == ("result", True)
-    (few,) = findings_of_probe("n1", {"devices": 3}, node_checks(gpus=4), history)
-    assert (few.check, few.hard) == ("gpus", True)
-    (mute,) = findings_of_probe("n1", {"error": "no answer"}, plan, history)
-    assert (mute.check, mute.hard) == ("answer", False)
-
-
 def finding(node: str, check: str, *, hard: bool = False) -> HealthFinding:
     return HealthFinding(node=node, check=check, value=1, limit=0, words=check, hard=hard)
 
@@ -470,9 +433,9 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     said: list[str] = []
-    health = JobHealth(run, run.attempt(1), node_checks(mode="warn", tmp_gb=1.0), say=said.append)
-    health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB, "ranks_memory": 5 * GB}}, name="n0")
-    health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}}, name="n1")
+    health = JobHealth(run.attempt(1), node_checks(mode="warn", tmp_gb=1.0), say=said.append)
+    health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB}})
+    health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}})
     assert health.knows(1)
     left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=3)
     assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
@@ -490,34 +453,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     ]
     assert node_health.why_health_ended_attempt(run.attempt(1)) == "n1: cannot be written: /r: Read-only"
     assert node_health.sick_nodes(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
-    (line,) = read_json_lines(run.node_health)
-    assert (line["node"], line["ranks_memory"]) == ("n0", 5 * GB)
     assert not health.look({0: "n0"}, NodeRanks(2), ended_restart=3)[0], "it is forgotten"
-
-
-def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path / "run")
-    began(run, 1)
-    health = JobHealth(run, run.attempt(1), node_checks(mode="warn"), say=lambda _: None)
-
-    class Link:
-        def send(self, kind: str, **values: Any) -> None:
-            assert kind == "probe"
-
-    health.probe({0: Link(), 1: Link()}, [0, 1], address=None, port=1)  # type: ignore[dict-item]
-    clock = [time.monotonic()]
-    monkeypatch.setattr(health_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
-    health.hear(0, {"kind": "probed", "matmul": 0.01, "on": "cpu"}, name="n0")
-    clock[0] += 10 * health_module.PROBE_SECONDS
-    assert not health.probed([0, 1])  # imports may take long
-    health.hear(1, {"kind": "probing"}, name="n1")
-    assert not health.probed([0, 1])
-    clock[0] += health_module.PROBE_SECONDS + 1
-    assert health.probed([0, 1])
-    assert health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=0) == ({}, False)
-    (late,) = node_health.read_findings(run.attempt(1))
-    assert (late.node, late.check, late.action) == ("n1", "answer", "warned")
-    assert [line["matmul"] for line in read_json_lines(run.node_health)] == [0.01]
 
 
 def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
@@ -529,33 +465,3 @@ def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
     assert [(entry.node, entry.sick) for entry in strikes] == [("n1", True), ("n2", False)]
     assert excluded_nodes.worst_nodes(strikes, nodes=40, now=200.0) == ["n1"]
     assert excluded_nodes.worst_nodes(strikes, nodes=40, now=200.0 + excluded_nodes.FAILURE_EXPIRE_SECONDS) == []
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
-def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count: int) -> None:
-    turns = list(ring_neighbour_pairs(count))
-    for turn in turns:
-        each = [node for pair in turn for node in pair]
-        assert len(set(each)) == len(each)
-    edges = {frozenset(pair) for turn in turns for pair in turn}
-    assert edges == {frozenset((node, (node + 1) % count)) for node in range(count)}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> None:
-    from relayrun.control.scheduler.local_srun import free_port
-
-    code = (
-        "import sys, json, torch; from relayrun.train.node_benchmark import measure_node; place = int(sys.argv[1]); "
-        "print(json.dumps(measure_node(place=place, nodes=3, address='127.0.0.1', port=int(sys.argv[2]), gpus=0)))"
-    )
-    port = str(free_port())
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(place), port], stdout=subprocess.PIPE) for place in range(3)
-    ]
-    answers = [json.loads(process.communicate(timeout=600)[0]) for process in processes]
-    for answer in answers:
-        assert answer.keys() == {"matmul", "on", "exchange"}
-        assert 0 < answer["matmul"] < 60
-        assert 0 < answer["exchange"] < 60

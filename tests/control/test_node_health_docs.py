@@ -37,7 +37,6 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
     plan = make_plan(resolve.load_run_config(tmp_path / "whole.yaml"), Run(tmp_path / "run"), tmp_path, revision=1)
     assert (plan.chain.node_health, plan.chain.node_health_command) == ("warn", ["/opt/site/nhc"])
-    assert plan.probe_program[0] == "/opt/python"
 
 
 @pytest.mark.slow
@@ -60,7 +59,6 @@ def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
     record = PAGE.partition("## On record")[2]
     known = {field.name for field in fields(HealthFinding)} | {"warned", "ended"}
     assert set(re.findall(r"`(\w+)`", record)) == known
-    assert f"{NodeHealthLimits().slower} times this run's median" in PAGE
 
 
 def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
@@ -74,7 +72,7 @@ def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
     ("chain", "words"),
     [
         ({"node_health": "on"}, "node_health"),
-        ({"node_health_limits": {"slower": 1.0}}, "slower"),
+        ({"node_health_limits": {"clock_seconds": 0}}, "clock_seconds"),
         ({"node_health_limits": {"command_seconds": 60}}, "command_seconds"),
         ({"node_health_limits": {"memory_gb": "all"}}, "memory_gb"),
         ({"node_health_command": ["a\nb"]}, "control character"),

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.agent import coordinator, requests
+from relayrun.control.agent import coordinator
 from relayrun.control.agent.authentication import AttemptKey
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.rundir import node_health, restarts
-from relayrun.control.rundir.records import Hang
 from tests.control.test_spare_nodes import NAMES, Nodes
 from tests.plans import node_checks
 
@@ -34,11 +33,6 @@ class Looked(Nodes):
     def say(self, node: int, facts: dict[str, Any]) -> None:
         self.coordinator.hear(node, {"kind": "health", "facts": facts})
 
-    def probed(self, *nodes: int, **values: Any) -> None:
-        for node in nodes:
-            assert [order["kind"] for order in self.all[node].sent].count("probe") == 1
-            self.coordinator.hear(node, {"kind": "probed", "on": "cpu", "matmul": 0.01, **values})
-
     def found(self) -> list[tuple[str, str, str, int]]:
         return [(each.node, each.check, each.action, each.restart) for each in node_health.read_findings(self.attempt)]
 
@@ -54,71 +48,30 @@ def three(tmp_path: Path) -> Looked:
 def begin(nodes: Looked) -> None:
     for node in nodes.all:
         nodes.say(node, WELL)
-    nodes.probed(*nodes.all)
     nodes.reached(7)
 
 
-def test_the_first_round_begins_when_all_nodes_have_said_how_they_are_and_were_measured(three: Looked) -> None:
+def test_the_first_round_begins_when_all_nodes_have_said_how_they_are(three: Looked) -> None:
     for node in (0, 1):
         three.say(node, WELL)
         assert {order["kind"] for order in three.all[node].sent} == {"clock"}
     three.say(2, WELL)
-    probes = [next(order for order in link.sent if order["kind"] == "probe") for link in three.all.values()]
-    assert [(order["place"], order["nodes"], order["address"]) for order in probes] == [
-        (place, 3, "n0") for place in range(3)
-    ]
-    three.probed(2, 0)
-    assert three.all[0].last["kind"] == "probe"
-    three.probed(1)
     assert three.places() == [0, 1, None]
     assert three.found() == []
 
 
-def test_a_node_that_is_sick_before_the_first_round_is_neither_measured_nor_trained_on(three: Looked) -> None:
+def test_a_node_that_is_sick_before_the_first_round_is_not_trained_on(three: Looked) -> None:
     three.say(0, BROKEN)
     three.say(1, SHORT)
     three.say(2, WELL)
     assert three.all[0].last == {"kind": "leave", "code": 1}
     assert not three.coordinator.expects(0)
-    three.probed(1, 2)
     assert three.places() == [None, 0, 1]
     assert three.found() == [("n0", "run_dir", "left out", 0), ("n1", "tmp", "warned", 0)]
     sent = len(three.said)
     three.coordinator.hear(0, {"kind": "asked", "why": "SIGTERM"})  # its step is ended
     assert three.coordinator._asked == ""
     assert len(three.said) == sent
-
-
-def test_a_node_that_computes_wrong_numbers_is_left_out(three: Looked) -> None:
-    for node in three.all:
-        three.say(node, WELL)
-    three.probed(0, 1)
-    three.probed(2, wrong="1 of 768 rows of a product")
-    assert three.places() == [0, 1, None]
-    assert three.found() == [("n2", "result", "left out", 0)]
-    assert three.all[2].last == {"kind": "leave", "code": 1}
-
-
-def test_a_node_that_is_lost_while_it_is_measured_is_not_waited_for(three: Looked) -> None:
-    for node in three.all:
-        three.say(node, WELL)
-    three.probed(1, 2)
-    three.lose(0)
-    assert three.places() == [None, 0, 1]
-
-
-def test_a_measurement_that_hangs_ends_with_the_supervisors_word(
-    three: Looked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "LOOK_SECONDS", 0.0)
-    for node in three.all:
-        three.say(node, WELL)
-    three.coordinator.look()
-    assert three.coordinator.code is None
-    Hang(iteration=0, phase="start", seconds=1800.0, silent=[], time=1e9).write(three.attempt.hang)
-    three.coordinator.look()
-    assert three.coordinator.code == 1
-    assert three.all[1].last == {"kind": "leave", "code": 1}
 
 
 def test_the_attempt_ends_where_nobody_takes_the_place(tmp_path: Path) -> None:
@@ -137,7 +90,6 @@ def test_what_all_nodes_have_leaves_nobody_out(tmp_path: Path) -> None:
     nodes.hello(0, 1, 2)
     for node in range(3):
         nodes.say(node, BROKEN | SHORT)
-    nodes.probed(0, 1, 2)
     assert nodes.places() == [0, 1, None]
     assert {(check, action) for _, check, action, _ in nodes.found()} == {("run_dir", "warned"), ("tmp", "warned")}
 
@@ -177,7 +129,6 @@ def test_a_node_that_does_not_say_how_it_is_is_not_waited_for(three: Looked, mon
     monkeypatch.setattr(coordinator, "GATHER_SECONDS", 0.0)
     time.sleep(0.01)
     three.coordinator.look()
-    three.probed(0, 1)
     assert three.places() == [0, 1, None]
     assert three.all[2].last == {"kind": "leave", "code": 1}
     assert re.search(r"^n2 has not said how it is for \d+ s; the others begin without it$", "\n".join(three.said), re.M)
@@ -240,7 +191,7 @@ def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked
             while not joined.done():
                 turn()
             joined.result()
-        agents[-1].send("hello", name=NAMES[node], port=1, probe_port=2)
+        agents[-1].send("hello", name=NAMES[node], port=1)
         turn()
     for node, facts in enumerate((BROKEN, WELL, WELL)):
         agents[node].send("health", facts=facts)

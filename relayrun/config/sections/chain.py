@@ -22,9 +22,8 @@ from relayrun.config.sections.dataclass_section import (
 class NodeHealthLimits(DataclassSection):
     """Limits of `chain.node_health`. A violation is recorded with both figures."""
 
-    memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
-    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded. `auto`: the median that a node's
-    ranks have used in this run; nodes with less than half of it are excluded."""
+    memory_gb: NonNegativeFloat = 0.0
+    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded."""
     shm_gb: NonNegativeFloat = 0.05
     """Minimum free room in /dev/shm, in 10^9 bytes."""
     tmp_gb: NonNegativeFloat = 0.5
@@ -33,8 +32,6 @@ class NodeHealthLimits(DataclassSection):
     """Maximum difference of a node's clock from the median of all, in seconds."""
     open_files: NonNegative = 1024
     """Minimum number of files that a process may open: the hard limit."""
-    slower: Annotated[float, Limits(gt=1)] = 1.5
-    """Maximum time of a matrix product, or of an exchange with the neighbours, as a multiple of the run's median."""
     command_seconds: Annotated[float, Limits(gt=0, le=40)] = 20.0
     """Time limit of node_health_command, in seconds."""
 

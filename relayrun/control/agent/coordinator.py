@@ -1,6 +1,6 @@
 """The agreement of the agents on restarts.
 
-    agent → coordinator    hello {name, port, probe_port} · dead {restart, rank, code, error, told}
+    agent → coordinator    hello {name, port} · dead {restart, rank, code, error, told}
                            · ended {restart, memory, port, facts}
                            · asked {why} · beat {restart, standing} · started, stepped {restart, ...} (from rank 0)
     coordinator → agent    start {restart, place, nodes, base_iteration, base_path, memory, address, port}
@@ -77,7 +77,7 @@ class Coordinator:
         say: Callable[[str], None],
     ) -> None:
         begin = attempt.started_record()
-        self._health = None if plan.chain.node_health == "off" else JobHealth(run, attempt, plan, say=say)
+        self._health = None if plan.chain.node_health == "off" else JobHealth(attempt, plan, say=say)
         self._between = foreign_restart_of(run, plan, attempt, say=say)
         self._run, self._plan, self._attempt, self._links, self._say = run, plan, attempt, links, say
         wanted = plan.nodes if plan.outlives_nodes else nodes
@@ -86,7 +86,7 @@ class Coordinator:
         self.code: int | None = None
         """Exit code of the attempt, once all agents were told to leave."""
         self._base = ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
-        self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
+        self._phase: Literal["gathering", "running", "ending", "recording", "leaving"] = "gathering"
         self._current = CurrentRestart(base=self._base.iteration)
         self._asked = ""
         self._hangs = hang_detection.HangDetector()
@@ -102,7 +102,7 @@ class Coordinator:
             self._hello(node, message)
         elif kind == "asked":
             self.ask(str(message.get("why")))
-        elif kind in ("health", "clock", "probing", "probed"):
+        elif kind in ("health", "clock"):
             self._hear_of_health(node, message)
         elif message.get("restart") != self._current.number:
             return
@@ -115,7 +115,7 @@ class Coordinator:
             self._heard.ports[node] = int(message["port"])
             self._current.memory[node] = [NodeMemoryCopy(*copy) for copy in message["memory"]]
             if self._health is not None:
-                self._health.hear(node, {"kind": "health", "facts": message["facts"]}, name=self._name(node))
+                self._health.hear(node, {"kind": "health", "facts": message["facts"]})
             self._look_for_end()
         elif kind == "beat":
             self._hangs.hear(node, message.get("standing"))
@@ -144,14 +144,12 @@ class Coordinator:
         if self._requests.look():
             if self._places.nodes and (link := self._links.get(self._places.nodes[0])) is not None:
                 link.send("requests", asked=self._requests.asked)
-            if self._requests.hang is not None and self._phase in ("running", "measuring"):
+            if self._requests.hang is not None and self._phase == "running":
                 self._hung(self._requests.hang)
         if self._phase == "gathering":
             self._gather()
         elif self._phase == "ending":
             self._look_for_unended()
-        elif self._phase == "measuring":
-            self._look_for_probes()
         elif self._phase == "recording":
             self._look_for_records()
         elif self._phase == "running" and not self._current.stepped and self._between is not None:
@@ -177,9 +175,6 @@ class Coordinator:
             self._hung(hang)
 
     def _hung(self, hang: Hang) -> None:
-        if self._phase == "measuring":  # before any rank
-            self._leave(EXIT_FAILED)
-            return
         who = hang.culprit
         node = None if who is None else self._places.at(who // self._plan.ntasks_per_node)
         name = "" if node is None else self._name(node)
@@ -210,14 +205,11 @@ class Coordinator:
             return
         self._give_up_node(node, why)
         self._links.pop(node, None)
-        if self._phase in ("gathering", "measuring"):
+        if self._phase == "gathering":
             self._say(f"{self._name(node)}: {why}, before the first start")
             if self._places.left < self._places.wanted:
                 self._say(f"{self._places.wanted} nodes are to train, and {self._places.left} are left")
-            if self._phase == "gathering":
-                self._gather()
-            else:
-                self._look_for_probes()
+            self._gather()
             return
         if node in self._places.nodes:
             self._current.lost(self._places.lost[node], last_word=self._heard.last_word(node))
@@ -256,7 +248,7 @@ class Coordinator:
                     self._dismiss(node, words)
             if not places.fitting(len(self._there())):
                 self._too_few()
-            elif self._leave_out_sick() and not self._measure():
+            elif self._leave_out_sick():
                 self._first_start()
 
     def _there(self) -> list[int]:
@@ -281,27 +273,9 @@ class Coordinator:
     def _hear_of_health(self, node: int, message: Message) -> None:
         if self._health is None:
             return
-        self._health.hear(node, message, name=self._name(node))
+        self._health.hear(node, message)
         if message["kind"] == "health" and self._phase == "gathering":
             self._gather()
-        elif message["kind"] == "probed" and self._phase == "measuring":
-            self._look_for_probes()
-
-    def _measure(self) -> bool:
-        """Start the measurement of the nodes before the first start; return False without health checks."""
-        there = self._there()
-        if self._health is None:
-            return False
-        self._phase = "measuring"
-        address = self._name(there[0]) if self._places.outlive_nodes else None
-        self._health.probe(self._links, there, address=address, port=self._heard.probe_ports[there[0]])
-        return True
-
-    def _look_for_probes(self) -> None:
-        """Begin the first start when all nodes are measured; end the attempt if too few are left."""
-        assert self._health is not None
-        if self._health.probed(self._there()) and self._leave_out_sick():
-            self._first_start()
 
     def _leave_out_sick(self) -> bool:
         """Give up sick nodes; return False if the attempt ends for that reason before its first start."""

@@ -1,11 +1,10 @@
 """The health of a job's nodes: what the agent of each node gathers, and what the coordinator does about it.
 
     agent → coordinator    health {facts} · clock {sent, here}
-                           · probing · probed {matmul, exchange, on, wrong, devices, error}
-    coordinator → agent    clock {sent} · probe {place, nodes, address, port}
+    coordinator → agent    clock {sent}
 
-Before the first start of the ranks each node reports its facts and is measured; between restarts it reports what
-takes milliseconds. An agent gathers facts in threads, since a file system may hang. `agent.node_facts` judges.
+Before the first start of the ranks each node reports its facts; between restarts it reports what takes milliseconds. An
+agent gathers facts in threads, since a file system may hang. `agent.node_facts` judges.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from relayrun.control.agent import node_facts
 from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts, TimedProgram
-from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthFinding, NodeHistory
+from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
 
 T = TypeVar("T")
 
@@ -157,8 +154,6 @@ class LocalNodeHealth:
         """Facts that were found before `_then` was set."""
         self._unknown = False
         """GPUs cannot be examined here; people were told once."""
-        self._most = self._least = 0
-        """Free memory at the start of the ranks (`_least`: the minimum since then)."""
 
     def look(self, then: Callable[[NodeFacts], None]) -> None:
         """Gather all facts, and call `then` with them."""
@@ -167,15 +162,6 @@ class LocalNodeHealth:
         chain = self._plan.chain
         seconds = chain.node_health_limits.command_seconds if chain.node_health_command else 0.0
         self._begin(command, FACTS_SECONDS + seconds)
-
-    def ranks_start(self) -> None:
-        """Note the free memory before ranks take it."""
-        self._most = self._least = node_facts.available_memory() or 0
-
-    def ranks_run(self) -> None:
-        """Note how much memory the ranks take; called now and then."""
-        if self._most:
-            self._least = min(self._least, node_facts.available_memory() or self._least)
 
     def ranks_end(self) -> None:
         """Ask GPUs while the ranks are ended."""
@@ -186,14 +172,11 @@ class LocalNodeHealth:
     def look_between(self, then: Callable[[NodeFacts], None], *, copies: Path | None) -> None:
         """Gather quick facts after the end of all ranks; call `then` with them when GPUs have answered, too. `copies`:
         the folder of ranks' copies in memory, which the next ranks take over."""
-        taken, self._most, self._least = self._most - self._least, 0, 0
 
         def look(found: NodeFacts) -> None:
             if found["memory"] is not None and copies is not None:
                 with contextlib.suppress(OSError):
                     found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
-            if taken > 0:
-                found[node_facts.MEMORY_OF_RANKS] = taken
             if self._running:
                 self._then = lambda of_gpus: then(found | of_gpus)
             else:
@@ -239,38 +222,20 @@ def _facts_of_answer(code: int | None, output: str) -> NodeFacts:
     return {"answer": f"its own look did not end well: {words or f'exit code {code}'}"}
 
 
-PROBE_SECONDS = 60.0
-"""Seconds for the measurement after its begin on every node; the imports before it may take longer."""
-
-
 class JobHealth:
     """The health of the nodes of an attempt. `say`: writes a line into the job's log."""
 
-    def __init__(self, run: Run, attempt: Attempt, plan: Plan, *, say: Callable[[str], None]) -> None:
-        self._run, self._attempt, self._plan, self._say = run, attempt, plan, say
-        self._history = NodeHistory.of(run)
+    def __init__(self, attempt: Attempt, plan: Plan, *, say: Callable[[str], None]) -> None:
+        self._attempt, self._plan, self._say = attempt, plan, say
         self._clocks = ClockOffsets()
         self._facts: dict[int, Mapping[str, Any]] = {}
-        self._probes: dict[int, Mapping[str, Any]] = {}
-        self._asked: set[int] = set()
-        """Nodes to measure."""
-        self._begun: dict[int, float] = {}
-        """Start of the measurement on each of them, by `time.monotonic`."""
 
-    def hear(self, node: int, message: Message, *, name: str) -> None:
-        """Take a node's facts, its clock, or its measurements."""
+    def hear(self, node: int, message: Message) -> None:
+        """Take a node's facts, or its clock."""
         if message["kind"] == "clock":
             self._clocks.hear(node, message)
-        elif message["kind"] == "health":
+        else:
             self._facts[node] = message["facts"]
-            taken = message["facts"].get(node_facts.MEMORY_OF_RANKS)
-            if taken:
-                self._remember(name, "", **{node_facts.MEMORY_OF_RANKS: float(taken)})
-        elif message["kind"] == "probing":
-            self._begun[node] = time.monotonic()
-        elif message["kind"] == "probed" and node in self._asked and node not in self._probes:
-            self._begun.setdefault(node, time.monotonic())
-            self._probes[node] = message
 
     def ask_for_clocks(self, links: Mapping[int, MessageSocket], nodes: Collection[int]) -> None:
         """Ask these nodes for their time."""
@@ -279,25 +244,6 @@ class JobHealth:
     def knows(self, node: int) -> bool:
         """Return whether this node has reported its facts."""
         return node in self._facts
-
-    def probe(
-        self, links: Mapping[int, MessageSocket], nodes: Collection[int], *, address: str | None, port: int
-    ) -> None:
-        """Have these nodes measured. `address`, `port`: their meeting point; None: MASTER_ADDR."""
-        self._asked = set(nodes)
-        for place, node in enumerate(sorted(nodes)):
-            links[node].send("probe", place=place, nodes=len(nodes), address=address, port=port)
-
-    def probed(self, nodes: Collection[int]) -> bool:
-        """Return whether the measured nodes among these have answered, or are overdue."""
-        asked = self._asked & set(nodes)
-        missing = asked - self._probes.keys()
-        begun = [self._begun[node] for node in asked if node in self._begun]
-        if missing and len(begun) == len(asked) and time.monotonic() - max(begun) > PROBE_SECONDS:
-            late: Message = {"kind": "probed", "error": f"no answer within {PROBE_SECONDS:.0f} s"}
-            self._probes |= dict.fromkeys(missing, late)
-            missing = set()
-        return not missing
 
     def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_restart: int) -> tuple[dict[int, str], bool]:
         """Judge these nodes by the facts since the last look, and record the findings.
@@ -309,14 +255,9 @@ class JobHealth:
         offsets = self._clocks.offsets()
         for node, name in names.items():
             if (facts := self._facts.pop(node, None)) is not None:
-                found += node_facts.findings_of_facts(name, facts, self._plan, self._history)
+                found += node_facts.findings_of_facts(name, facts, self._plan)
                 if node in offsets:
                     found += node_facts.findings_of_clock(name, *offsets[node], self._plan)
-            if (probe := self._probes.pop(node, None)) is not None:
-                found += node_facts.findings_of_probe(name, probe, self._plan, self._history)
-                values = {key: float(probe[key]) for key in node_facts.MEASUREMENTS if probe.get(key) is not None}
-                if values:
-                    self._remember(name, str(probe.get("on", "")), **values)
         now = time.time()
         found = [replace(each, restart=ended_restart, time=now) for each in found]
         found, sick = node_facts.judge_findings(found, nodes=len(names), mode=self._plan.chain.node_health)
@@ -339,8 +280,3 @@ class JobHealth:
             found.append(self._attempt.node_health)
         except OSError as error:
             self._say(f"that is not on record: {error}")
-
-    def _remember(self, name: str, on: str, **values: float) -> None:
-        with contextlib.suppress(OSError):
-            number, now = self._attempt.number, time.time()
-            node_health.record_measurement(self._run, attempt=number, time=now, node=name, on=on, **values)

@@ -25,8 +25,6 @@ class AgentContacts:
         self._names = dict(names)
         self.ports: dict[int, int] = {}
         """A port that was free on each node when its agent last reported; of nodes that said hello."""
-        self.probe_ports: dict[int, int] = {}
-        """A second free port of each node."""
         self._silent: dict[int, int] = {}
         """Consecutive looks without a message of each node."""
         self._words: dict[int, float] = {}
@@ -37,7 +35,6 @@ class AgentContacts:
     def hello(self, node: int, message: Message) -> None:
         """Take the first message of an agent."""
         self._names[node], self.ports[node] = str(message.get("name", node)), int(message["port"])
-        self.probe_ports[node] = int(message.get("probe_port", 0))
         self.greeted = time.monotonic()
 
     def word(self, node: int) -> None:

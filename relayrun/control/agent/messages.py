@@ -107,7 +107,7 @@ INTEGER, PORT = range(-(1 << 53), 1 << 53), range(1 << 16)
 SIZE = (range(1 << 62), None)
 _GPU_COUNTS = {"index": INTEGER, "ecc_uncorrected?": INTEGER, "slowed?": INTEGER}
 GPU = {**_GPU_COUNTS, "error?": str, "rows_pending?": bool, "rows_failed?": bool}
-FACTS = dict.fromkeys(("memory?", "ranks_memory?", "shm?", "tmp?", "open_files?"), SIZE) | {
+FACTS = dict.fromkeys(("memory?", "shm?", "tmp?", "open_files?"), SIZE) | {
     "unwritable?": {"run_dir?": str, "tmp?": str},
     "gpus?": [GPU],
     "command?": {"code": (INTEGER, None), "words": str},
@@ -119,7 +119,7 @@ FACTS = dict.fromkeys(("memory?", "ranks_memory?", "shm?", "tmp?", "open_files?"
 COPY, ACTIVITY = (INTEGER, INTEGER, str, bool), (INTEGER, INTEGER, str, INTEGER, float, (float, math.inf), str)
 """Values of `NodeMemoryCopy` and of `RankActivity`."""
 MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "hello": {"name": str, "port": PORT, "probe_port?": PORT},
+    "hello": {"name": str, "port": PORT},
     "dead": {"restart": INTEGER, "rank": INTEGER, "code": INTEGER, "error": str, "told": bool},
     "ended": {"restart": INTEGER, "port": PORT, "memory": [[*COPY]], "facts": FACTS},
     "beat": {"restart": INTEGER, "standing?": ([[*ACTIVITY]], None)},
@@ -128,8 +128,6 @@ MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "stepped": {"restart": INTEGER, "time": float},
     "health": {"facts": FACTS},
     "clock": {"sent": float, "here": float},
-    "probing": {},
-    "probed": {"matmul?": float, "exchange?": float, "on?": str, "wrong?": str, "error?": str, "devices?": INTEGER},
 }
 """Fields of each kind down to the leaves, as `fits` reads them. Further fields of a message, and other kinds, are
 ignored."""

@@ -118,8 +118,6 @@ class NodeAgent:
         if plan.chain.node_health != "off":
             self._health = LocalNodeHealth(plan, self._arguments, attempt.path, aside=self._aside)
         self._stopped = hang_detection.StoppedProcesses()
-        self._probed: Message | None = None
-        """Measurements of this node; sent when no process of the measurement is left."""
 
     def run(self, reception: AgentConnections | None = None) -> int:
         """Run until the coordinator says leave, or is gone; return the exit code of this node. `reception`: connections
@@ -137,7 +135,7 @@ class NodeAgent:
             self._memory = make_memory_folder()
         except OSError as error:
             self._say(f"ranks have no room in memory: {error}")
-        self._upward.send("hello", name=self._name, port=free_port(""), probe_port=free_port(""))
+        self._upward.send("hello", name=self._name, port=free_port(""))
         self._start_server()
         if self._health is not None:
             self._health.look(lambda facts: self._upward.send("health", facts=facts))
@@ -148,8 +146,6 @@ class NodeAgent:
                 self._beat = time.monotonic()
                 self._aside.attend()
                 self._look_at_server()
-                if self._health is not None:
-                    self._health.ranks_run()
                 self._upward.send("beat", restart=self.restart, standing=self._standing())
             if reception is not None:
                 reception.look()
@@ -221,8 +217,6 @@ class NodeAgent:
                     self._server.lines.send("signal", number=int(signal.SIGUSR1))
             elif message["kind"] == "clock":
                 self._upward.send("clock", sent=message["sent"], here=time.time())
-            elif message["kind"] == "probe":
-                self._probe(message)
             elif message["kind"] == "leave":
                 self._code = int(message["code"])
 
@@ -243,11 +237,6 @@ class NodeAgent:
         if self._server is None:
             self._start_server()
         assert self._server is not None
-        if self._probed is not None:  # nobody waits for it any more
-            self._server.lines.send("end")
-            self._probed = None
-        if self._health is not None:
-            self._health.ranks_start()
         self._stopped = hang_detection.StoppedProcesses()
         if self._memory is not None:
             hang_detection.remove_pages(self._memory)
@@ -283,19 +272,6 @@ class NodeAgent:
             found["MASTER_ADDR"] = start["address"]
         return found
 
-    def _probe(self, message: Message) -> None:
-        self._probed = {"kind": "probed", "error": "the measurement ended without a word"}
-        if self._server is None:
-            self._send_probed()
-            return
-        keep = self._keep_address or message["address"] is None
-        self._server.lines.send(**{**message, "address": os.environ["MASTER_ADDR"] if keep else message["address"]})
-
-    def _send_probed(self) -> None:
-        if self._probed is not None:
-            self._upward.send(**self._probed)
-            self._probed = None
-
     def _from_server(self, server: RankServerProcess) -> None:
         if self._server is not server:  # it has gone in this turn
             return
@@ -312,12 +288,8 @@ class NodeAgent:
                 server.serves(int(message["pid"]))
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
-            elif message["kind"] in ("started", "stepped", "probing"):
+            elif message["kind"] in ("started", "stepped"):
                 self._upward.send(**message)
-            elif message["kind"] == "probed":
-                self._probed = message
-            elif message["kind"] == "probe ended":
-                self._send_probed()
         if not self._alive and self.restart and any(message["kind"] == "dead" for message in messages):
             server.ranks_ended()
             self._ended()
@@ -348,7 +320,6 @@ class NodeAgent:
         )
 
     def _say_server_gone(self, number: int, code: int, error: str) -> None:
-        self._send_probed()
         if number != self.restart:  # another one was given out before the words were written down
             return
         if self._alive or not number:

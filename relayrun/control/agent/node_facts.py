@@ -29,9 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.agent.memory_copies import SHARED_MEMORY
-from relayrun.control.rundir.node_health import HealthAction, HealthFinding, NodeHistory
+from relayrun.control.rundir.node_health import HealthAction, HealthFinding
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
@@ -215,19 +214,19 @@ SLOWDOWN_REASONS = {
     0x20: "by heat (software)",
 }
 """NVML's reasons for a reduced clock by their bit, except those of a usual load."""
-MEMORY_OF_RANKS = "ranks_memory"
-"""Name of the memory that the ranks of a node took, in the run's history."""
-MEASUREMENTS = {"matmul": "a matrix product", "exchange": "an exchange with its neighbours"}
 FEW_NODES = 2
 """From this number of nodes on, a finding on all of them counts on none."""
 
 
-def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan, history: NodeHistory) -> Iterator[HealthFinding]:
+def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan) -> Iterator[HealthFinding]:
     """Yield the defects of a node by its own facts (`agent.node_facts`)."""
     limits, finding = plan.chain.node_health_limits, partial(HealthFinding, node=node)
     if "answer" in facts:
         yield finding(check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
-    yield from _memory_findings(finding, facts, limits, history)
+    free, wanted = facts.get("memory"), limits.memory_gb * 1e9
+    if free is not None and free < wanted:
+        words = f"{_gb(free)} GB of memory are free, {_gb(wanted)} GB wanted"
+        yield finding(check="memory", value=free, limit=wanted, hard=True, words=words)
     unwritable: Mapping[str, str] = facts.get("unwritable") or {}
     for check, why in unwritable.items():
         yield finding(check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
@@ -254,22 +253,6 @@ def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan, history: 
         value = -1 if own["code"] is None else own["code"]
         hard = own["code"] is not None  # one that does not answer says nothing of the node
         yield finding(check="command", value=value, limit=0, hard=hard, words=words)
-
-
-def _memory_findings(
-    finding: Callable[..., HealthFinding], facts: Mapping[str, Any], limits: NodeHealthLimits, history: NodeHistory
-) -> Iterator[HealthFinding]:
-    free = facts.get("memory")
-    taken = history.median(MEMORY_OF_RANKS)
-    wanted = None if limits.memory_gb == "auto" else limits.memory_gb * 1e9
-    limit = taken if wanted is None else wanted
-    if free is None or limit is None or free >= limit:
-        return
-    words = f"{_gb(free)} GB of memory are free, " + (
-        f"{_gb(limit)} GB wanted" if wanted is not None else f"and ranks of this run took {_gb(limit)} GB before"
-    )
-    hard = wanted is not None or free < limit / 2
-    yield finding(check="memory", value=free, limit=limit, hard=hard, words=words)
 
 
 def _gpu_findings(
@@ -307,26 +290,6 @@ def findings_of_clock(node: str, offset: float, uncertainty: float, plan: Plan) 
         words = f"its clock is {abs(offset):.3g} s {'ahead' if offset > 0 else 'behind'} (± {uncertainty:.2g} s), "
         words += f"{limit:g} s allowed"
         yield HealthFinding(node=node, check="clock", value=abs(offset), limit=limit, hard=False, words=words)
-
-
-def findings_of_probe(node: str, probe: Mapping[str, Any], plan: Plan, history: NodeHistory) -> Iterator[HealthFinding]:
-    """Yield the defects of a node by its measurements (`train.node_benchmark`)."""
-    if (error := probe.get("error")) is not None:
-        words = f"it could not be measured: {error}"
-        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=words)
-    if (devices := probe.get("devices")) is not None and devices < plan.gpus_per_node:
-        words = f"torch sees {devices} GPUs, and the job asks for {plan.gpus_per_node}"
-        yield HealthFinding(node=node, check="gpus", value=devices, limit=plan.gpus_per_node, hard=True, words=words)
-    if (wrong := probe.get("wrong")) is not None:
-        words = f"it computes wrong numbers: {wrong}"
-        yield HealthFinding(node=node, check="result", value=1, limit=0, hard=True, words=words)
-    slower = plan.chain.node_health_limits.slower
-    for name, what in MEASUREMENTS.items():
-        usual, seconds = history.median(name, on=str(probe.get("on", ""))), probe.get(name)
-        if usual and seconds is not None and seconds > slower * usual:
-            words = f"{what} takes {1000 * seconds:.3g} ms, {seconds / usual:.1f} times this run's median of "
-            words += f"{1000 * usual:.3g} ms ({slower:g} times allowed)"
-            yield HealthFinding(node=node, check=name, value=seconds, limit=slower * usual, hard=False, words=words)
 
 
 def judge_findings(

@@ -1,7 +1,7 @@
 """The server that starts the ranks of a node, and the agent's side of it.
 
-    agent → server    fork {restart, rank, arguments, environment} · end · signal {number} · probe {...}
-    server → agent    dead {restart, rank, code, told} · unable {error} · serving {pid} · probed, probe ended {...}
+    agent → server    fork {restart, rank, arguments, environment} · end · signal {number}
+    server → agent    dead {restart, rank, code, told} · unable {error} · serving {pid}
     rank 0 → agent    started, stepped {restart, ...}
 
 `train.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may send
@@ -60,8 +60,7 @@ class RankServer(ABC):
 
     @abstractmethod
     def start(self, order: Message) -> StartedProcess | None:
-        """Start what an order asks for: a rank (`fork`), or the measurements of this node (`probe`). None: nothing was
-        started, and the agent has been told so."""
+        """Start the rank of an order (`fork`). None: nothing was started, and the agent has been told so."""
 
     def serve(self) -> None:
         """Obey the agent until it is gone; the children die with this process."""
@@ -83,8 +82,8 @@ class RankServer(ABC):
         return self._children.keys()
 
     def _obey(self, order: Message) -> None:
-        if order["kind"] in ("fork", "probe"):
-            if order.get("restart", self._restart) != self._restart:  # hours later
+        if order["kind"] == "fork":
+            if order["restart"] != self._restart:  # hours later
                 self.load_plan()
                 self._restart = order["restart"]
             if (child := self.start(order)) is not None:
@@ -105,10 +104,7 @@ class RankServer(ABC):
         told = fd in self._ended
         self._ended.discard(fd)
         code = child.wait()
-        if order["kind"] == "probe":
-            self.agent.send("probe ended", code=code)
-        else:
-            self.agent.send("dead", restart=order["restart"], rank=order["rank"], code=code, told=told)
+        self.agent.send("dead", restart=order["restart"], rank=order["rank"], code=code, told=told)
 
 
 RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)

@@ -40,25 +40,6 @@ class SpawnServer(RankServer):
         """Signals that this process ignores and its ranks do not; the other two would kill a Python that starts."""
 
     def start(self, order: Message) -> StartedProcess | None:
-        return self._measure(order) if order["kind"] == "probe" else self._start(order)
-
-    def _measure(self, order: Message) -> StartedProcess | None:
-        where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
-        where += [f"--gpus={self.plan.gpus_per_node}", f"--socket={self.agent.fileno()}"]
-        try:
-            process = subprocess.Popen(
-                [*self.plan.probe_program, *where],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[self.agent.fileno()],
-                preexec_fn=partial(die_with_parent, signal.SIGKILL),
-            )
-        except OSError as error:
-            self.agent.send("probed", error=f"{self.plan.probe_program[0]}: {error.strerror}")
-            self.agent.send("probe ended", code=NOT_FOUND)
-            return None
-        return StartedProcess(process.pid, process.wait)
-
-    def _start(self, order: Message) -> StartedProcess | None:
         begin, restart_begin = self._begins(order["arguments"])
         command = [*self._trainer.command(restart_begin)]
         environment = {**os.environ, **order["environment"]}

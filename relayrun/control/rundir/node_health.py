@@ -1,7 +1,6 @@
 """Health of nodes and ranks: findings of node checks, slow ranks, ranks that hang. Standard library only.
 
 attempts/0007/node_health.jsonl   the findings of one attempt, a line each, and the action that followed
-node_health.jsonl                 the measurements of every node: the history of the run
 metrics.jsonl, `straggler`        the rank that is slower than its peers
 """
 
@@ -11,23 +10,20 @@ import contextlib
 import json
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import Record
-from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_json_lines, read_json_lines_backwards
+from relayrun.files import read_json_lines
 
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
-    from typing import Self
+    pass
 
 HealthAction = Literal["warned", "left out", "ended"]
-HISTORY_LINES = 1000
-"""Number of newest lines of the history that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +33,7 @@ class HealthFinding(Record):
     node: str
     check: str
     """`memory`, `shm`, `tmp`, `run_dir`, `open_files`, `clock`, `gpus`, `gpu_ecc`, `gpu_rows`, `gpu_slowed`, `gpu_xid`,
-    `command`, `matmul`, `exchange`, `result` or `answer`."""
+    `command` or `answer`."""
     value: float
     limit: float
     words: str
@@ -70,28 +66,6 @@ def why_health_ended_attempt(attempt: Attempt) -> str:
 def sick_nodes(attempt: Attempt) -> dict[str, str]:
     """Return the nodes of this attempt on which ranks cannot train and that were acted upon, with the reason."""
     return {found.node: found.words for found in read_findings(attempt) if found.hard and found.action != "warned"}
-
-
-def record_measurement(run: Run, *, attempt: int, time: float, node: str, on: str = "", **values: float) -> None:
-    """Append to the run's history. `on`: the device and all else that makes measurements comparable."""
-    append_line(run.node_health, {"attempt": attempt, "time": time, "node": node, "on": on, **values}, durable=False)
-
-
-class NodeHistory:
-    """The newest measurements of the run's nodes."""
-
-    def __init__(self, lines: Iterable[dict[str, Any]]) -> None:
-        self._lines = list(lines)
-
-    @classmethod
-    def of(cls, run: Run) -> Self:
-        """Read the history of a run."""
-        return cls(line for _, line in islice(read_json_lines_backwards(run.node_health), HISTORY_LINES))
-
-    def median(self, name: str, *, on: str = "") -> float | None:
-        """Return the median of the measurements with this name and device; None if there is none."""
-        found = [float(line[name]) for line in self._lines if name in line and line.get("on", "") == on]
-        return statistics.median(found) if found else None
 
 
 WAITING_PATHS = (

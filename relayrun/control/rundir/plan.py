@@ -61,8 +61,6 @@ class Plan(Record):
     gpus_per_node: int = 0
     gpu_program: list[str] = field(default_factory=list)
     """Prints the GPU state from NVIDIA's library; see `relayrun.train.gpu_health`."""
-    probe_program: list[str] = field(default_factory=list)
-    """Measures a node without a fork server; see `relayrun.train.node_benchmark`."""
     time_limit: int
     """Seconds."""
     grace_period: float

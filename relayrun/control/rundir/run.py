@@ -76,8 +76,6 @@ class Run:
     """The options that Slurm accepted for the newest jobs, and a person's changes; see `chain.requested_options`."""
     node_failures = PathIn("nodes.jsonl")
     """One line per node that was blamed for a failed attempt."""
-    node_health = PathIn("node_health.jsonl")
-    """One line per measurement of the run's nodes; see `rundir.node_health`."""
     checkpoints = PathIn("checkpoints")
     tracker = PathIn("checkpoints/latest_checkpointed_iteration.txt")
     """The newest published iteration as a number, under Megatron's file name."""

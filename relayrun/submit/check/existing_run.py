@@ -135,7 +135,7 @@ def _unwritable_paths(run: Run) -> Iterator[Path]:
     folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _subfolders(folder)]
     folders += [run.evaluations, *_subfolders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
     folders += [run.path / "wandb", local]
-    files = [run.metrics_view, run.attempts_view, run.progress, run.node_failures, run.node_health, run.owners]
+    files = [run.metrics_view, run.attempts_view, run.progress, run.node_failures, run.owners]
     files += [run.path / ".submit.lock", local / "queue.lock", local / "runner.lock"]
     for path in [*folders, *files]:
         mode = os.W_OK | os.X_OK if path in folders else os.W_OK
