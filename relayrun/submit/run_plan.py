@@ -114,7 +114,6 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
-        purge_days=cluster.purge_days,
         quota_command=cluster.quota_command,
         checkpoints_kept=None if saves is None else saves.keep_last,
         save_interval=None if saves is None else saves.interval,

@@ -24,9 +24,7 @@ from relayrun.control.chain.campaign import start_due_members
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import make_notice, write_due_notices
 from relayrun.control.notify.notices import QUIET_SECONDS, Notice
-from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.campaign import campaign_folders, read_membership
-from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.find_runs import find_runs_below
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -44,7 +42,6 @@ from relayrun.watch.symptoms import (
     Symptom,
     find_symptoms,
     is_at_work,
-    purged_soon,
     running_job,
 )
 from relayrun.watch.text import format_time
@@ -143,9 +140,8 @@ class CronCheck:
         ended, living = self._own_runs(seen)
         for run, plan in ended:
             with contextlib.suppress(Exception):  # the run has ended; `relayrun status` shows the rest
-                seen[self._name(run)] = self._purged(run, plan)
                 evaluation_jobs.submit_left_evaluations(run)
-                self._tell(run, plan, seen[self._name(run)], at_work=False)
+                self._tell(run, plan, [], at_work=False)
         runs = [run for run, _ in living.values()]
         folders = campaign_folders([run for run, _ in ended] + runs)
         started = start_due_members(folders, say=lambda words: None)
@@ -214,15 +210,6 @@ class CronCheck:
             return bool(since) and run.plan.stat().st_mtime < max(since)
         except OSError:
             return False
-
-    def _purged(self, run: Run, plan: Plan) -> list[_SeenSymptom]:
-        """Data of an ended chain that the site removes soon: no job checks them any more."""
-        if not plan.purge_days:
-            return []
-        newest = Lineage(run).durable()
-        found = storage_limits.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
-        symptoms = purged_soon([] if found is None else [found], now=self._now)
-        return [self._seen(self._name(run), symptom) for symptom in symptoms]
 
     def _symptoms(self, name: str, run: Run, plan: Plan, status: RunStatus) -> list[_SeenSymptom]:
         job = running_job(status)

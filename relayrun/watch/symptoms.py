@@ -13,8 +13,7 @@
 | stalled-... | stalled | six hours of jobs without a checkpoint, in a run without notices |
 | unwritable | disk | no file can be written: the disk or a quota is full, or the file system is broken |
 | mirror | disk | checkpoints have waited for their copy for six hours of a job, and no pass says why |
-| purge-... | disk | the site removes the newest checkpoint, or data of a live chain, within a week |
-| quota-... | disk | a quota or the disk is full within a week at its present growth |
+| quota-... | disk | a quota has room for few more checkpoints than are kept |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
 The caller decides how long a symptom must last before it counts. Uses the standard library alone.
@@ -23,7 +22,7 @@ The caller decides how long a symptom must last before it counts. Uses the stand
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -39,7 +38,6 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
 from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job
 from relayrun.files import read_json_lines_backwards, write_error
@@ -99,10 +97,10 @@ def find_symptoms(
     """
     found = [*_gone(run, status), *_waiting(status)]
     full = _write_errors(run, status)
-    found += [*purged_soon(status.purges, now=now), *_full_soon(status, now), *full]
+    room = CHECKPOINTS if policy is None else policy.disk_checkpoints
+    found += [*_quotas_used_up(status, now, room), *full]
     at_work = is_at_work(run, status, running_since)
     untold = status.state in ("running", "queued") and (policy is None or not at_work)
-    room = CHECKPOINTS if policy is None else policy.disk_checkpoints
     if untold and (words := low_disk_text(run, checkpoints=room)):
         found.append(Symptom(event="disk", cause="room", reason=words, notice=f"disk-{status.attempt or 0:04}"))
     if running_since is not None and not full:  # ranks that cannot write are silent, too
@@ -135,19 +133,10 @@ def running_job(status: RunStatus) -> Job | None:
     return next((job for job in status.jobs if job.state == "RUNNING"), None)
 
 
-def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symptom]:
-    """Yield a symptom for each path that the site removes within a week."""
-    for purge in purges:
-        if purge.is_soon(now):
-            cause = f"purge-{purge.what}-{int(purge.time // DAY_SECONDS)}"
-            words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
-            yield Symptom(event="disk", cause=cause, reason=words)
-
-
-def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
+def _quotas_used_up(status: RunStatus, now: float, room: int) -> Iterator[Symptom]:
     for each in status.quotas:
-        if status.state in ("running", "queued") and each.is_soon(now):
-            words = f"{each.words(now)}: free some space, or lower checkpoint.keep_last"
+        if status.state in ("running", "queued") and each.is_scarce(room):
+            words = f"{each.words()}: free some space, or lower checkpoint.keep_last"
             notice = quota_notice_id(each, now)
             yield Symptom(event="disk", cause=f"quota-{each.name}", reason=words, notice=notice)
 

@@ -148,7 +148,6 @@ RICH: dict[str, Any] = {
         "environment": {"NCCL_SOCKET_IFNAME": "hsn0", "PYTHONPATH": "/site/packages"},
         "srun_options": ["--mpi=none"],
         "command_prefix": ["numactl", "--membind=0-3"],
-        "purge_days": {"/scratch": 30},
         "quota_command": ["echo", '{"used": 1, "limit": 1000000000000000}'],
     },
     "job": {

@@ -290,10 +290,10 @@ def test_a_failure_in_the_coordinator_costs_the_peer_alone(desk: Desk, monkeypat
     hear = desk.nodes.coordinator._hear_of_health
 
     def fail(node: int, message: dict[str, Any]) -> None:
-        raise ValueError("planted") if message["kind"] == "probing" else hear(node, message)
+        raise ValueError("planted") if message["kind"] == "clock" else hear(node, message)
 
     monkeypatch.setattr(desk.nodes.coordinator, "_hear_of_health", fail)
-    agents[2].send("probing")
+    agents[2].send("clock", sent=1.0, here=1.0)
     desk.turn()
     assert desk.nodes.coordinator.given_up() == {2}
     assert sorted(desk.links) == [0, 1]

@@ -1,11 +1,9 @@
-"""A quota, or the file system, that will be full is told before it is; one that will not be is not."""
+"""A quota with room for few more checkpoints is told; one with enough room is not."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +20,20 @@ from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import DAY_SECONDS, FILE_SYSTEM, QuotaForecast
+from relayrun.control.rundir.storage_limits import QuotaUsage
 from relayrun.control.scheduler.base import Job
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, RunDirError
 from relayrun.watch import symptoms
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.text import format_time, print_table
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
-from tests.history import ROOT, began
+from tests.history import began
 
-HOUR = 3600.0
+DAY = 86400.0
 NOW = 1_700_000_000.0
+FILE_SYSTEM = "file system"
 ONE = 1_000_000
 """Bytes of a checkpoint."""
 
@@ -67,29 +66,15 @@ class Site:
         if self.saved > 2:
             self.run.checkpoint(self.saved - 2).rmdir()
 
-    def look(self) -> list[QuotaForecast]:
-        """Ask the planted program, as a job does; what is foreseen of the quota."""
+    def look(self) -> list[QuotaUsage]:
+        """Ask the planted program, as a job does; what is known of the quota."""
         used = self.others + ONE * min(self.saved, 2)
         row = f"/scratch {used // 1024} 0 {self.limit // 1024} - {self.files} 0 {self.most_files} -"
         program = self.programs / self.program
         program.write_text(f'#!/bin/sh\n[ "$1$3" = quota-u ] || exit 1\necho "{row}"\n')
         program.chmod(0o755)
         measure_quotas(self.run, self.plan, now=self.now)
-        return [
-            each
-            for each in storage_limits.quota_forecasts(storage_limits.read_usage(self.run), now=self.now)
-            if each.source != FILE_SYSTEM
-        ]
-
-    def days(self, number: float, *, growth: float = 0.0, every: float = 6.0) -> list[QuotaForecast]:
-        """Let so many days pass, with a save and a look every so many hours; others write `growth` bytes a day."""
-        found: list[QuotaForecast] = []
-        for _ in range(round(number * 24 / every)):
-            self.now += every * HOUR
-            self.others += round(growth * every / 24)
-            self.save()
-            found = self.look()
-        return found
+        return storage_limits.read_usage(self.run)[0]
 
     def status(self) -> RunStatus:
         return run_status.read_run_status(self.run, QueueStatus(), now=self.now, plan=self.plan)
@@ -97,131 +82,93 @@ class Site:
 
 @pytest.fixture
 def site(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:  # noqa: F811
-    monkeypatch.setattr(measuring, "file_system_limit", lambda place: [])  # of whatever machine this is
     return Site(make_run, tmp_path, monkeypatch)
 
 
-# what is foreseen
+# what is told
 
 
-def test_growth_is_told_a_day_and_a_checkpoint_and_when_it_is_full(site: Site) -> None:
-    (found,) = site.days(4, growth=8 * ONE)
-    # of 15 days of 8 checkpoints each, one is taken off: a save may have been under way
+def test_what_is_left_is_told_in_checkpoints(site: Site) -> None:
+    site.others = 32 * ONE
+    site.save()
+    site.save()
+    (found,) = site.look()
     assert found.own == 2 * ONE
-    assert found.a_day == pytest.approx(8 * ONE, rel=0.05)
-    assert found.a_checkpoint == pytest.approx(2 * ONE, rel=0.05)
-    left = 100 - 4 * 8 - 2
-    assert ((found.full or 0.0) - site.now) / DAY_SECONDS == pytest.approx(left / 8, rel=0.05)
-    words = found.words(site.now)
-    assert words.startswith("lfs quota: 34.0 MB of 100.0 MB used, 2.0 MB in checkpoints of this run; grows by 1.9 MB ")
-    assert "a checkpoint, 7.7 MB a day: full in about 8.5 days, on 2023-11-" in words
-
-
-def test_checkpoints_that_the_rules_remove_again_are_no_growth(site: Site) -> None:
-    site.look()
-    for each in site.days(10):
-        assert (each.a_day, each.full) == (0.0, None)
+    words = "lfs quota: 34.0 MB of 100.0 MB used, 2.0 MB in checkpoints of this run: room for 66 more than are kept"
+    assert found.words() == words
+    assert [found.is_scarce(count) for count in (0, 2, 65, 67)] == [False, False, False, True]
 
 
 def test_what_the_rules_keep_and_is_not_there_yet_is_counted(site: Site) -> None:
     site.others, site.limit = 98 * ONE + 600_000, 100 * ONE
     site.save()
     (found,) = site.look()
-    assert found.full == site.now  # the second checkpoint has no room
-    assert "full at any moment" in found.words(site.now)
-    site.limit = 101 * ONE
+    assert found.is_scarce(1)  # the second checkpoint has no room
+    assert found.words().endswith("room for 0 more than are kept")
+    site.limit = 102 * ONE
     (found,) = site.look()
-    assert found.full is None
+    assert [found.is_scarce(1), found.is_scarce(2)] == [False, True]
 
 
-def test_nothing_is_said_before_it_was_measured_for_hours(site: Site) -> None:
-    site.look()
-    site.now += 2 * HOUR
-    site.others = 50 * ONE
+def test_before_the_first_checkpoint_a_quota_is_scarce_when_it_is_used_up(site: Site) -> None:
+    site.others = site.limit
     (found,) = site.look()
-    assert (found.a_day, found.full) == (None, None)
-
-
-def test_room_that_was_made_begins_the_measure_anew(site: Site) -> None:
-    (before,) = site.days(4, growth=20 * ONE)
-    assert before.is_soon(site.now)
-    site.others = 10 * ONE
-    site.now += HOUR
-    (after,) = site.look()
-    assert after.full is None
-    (after,) = site.days(2, growth=ONE)
-    assert not after.is_soon(site.now)
-    assert after.a_day == pytest.approx(ONE, rel=0.55)
+    assert found.is_scarce(1)
+    assert found.words() == "lfs quota: 100.0 MB of 100.0 MB used"
 
 
 def test_files_are_counted_too(site: Site) -> None:
-    site.most_files = 1000
-    for _ in range(8):
-        site.now += 6 * HOUR
-        site.files += 100
-        found = site.look()
-    (files,) = [each for each in found if each.kind == "files"]
-    assert files.is_soon(site.now)
-    assert "lfs quota: 810 files of 1,000 files used; grows by 400 files a day: full in about 0.5 days" in files.words(
-        site.now
+    site.files, site.most_files = 999, 1000
+    site.save()
+    (files,) = [each for each in site.look() if each.kind == "files"]
+    assert files.is_scarce(1)
+    assert files.words() == (
+        "lfs quota: 999 files of 1,000 files used, 1 files in checkpoints of this run: room for 0 more than are kept"
     )
-
-
-def test_a_week_is_kept_in_few_points(site: Site) -> None:
-    site.days(9, growth=ONE, every=1.0)
-    points = [entry["time"] for entry in storage_limits.read_usage(site.run).points]
-    assert len(points) <= storage_limits.MAX_SAMPLES
-    assert site.now - 7 * DAY_SECONDS <= points[0] < site.now - 5 * DAY_SECONDS  # type: ignore[operator]
-    assert points[-1] == site.now
 
 
 # who is told
 
 
 def test_status_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    site.days(4, growth=8 * ONE)
+    site.save()
+    site.look()
     print_table(run_status_text.run_status_table(site.status(), now=site.now))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quota")]
-    assert "full in about 8.5 days" in line
+    assert "lfs quota: 1.0 MB of 100.0 MB used" in line
     assert line.endswith("(looked 0 s ago)")
     assert run_status_text.run_status_as_json(site.status())["quotas"][0]["source"] == "lfs quota"
 
 
-def test_a_notice_is_written_before_it_is_full_and_once_a_week(site: Site) -> None:
-    values = {"failed_attempts": 9, "no_progress": 1e9, "disk_checkpoints": 0, "program": ["true"]}
+def test_a_notice_is_written_while_there_is_room_for_few_and_once_a_week(site: Site) -> None:
+    values = {"failed_attempts": 9, "no_progress": 1e9, "disk_checkpoints": 2, "program": ["true"]}
     target = vars(NoticeTarget(name="t", command=["true"], events=["disk"]))
     policy = NoticePolicy(run="m/r", cluster="c", since=NOW, targets=[target], **values)  # type: ignore[arg-type]
     notices.write_notice_policy(site.run, policy)
-    first = None
-    for _ in range(6 * 4):
-        site.days(0.25, growth=8 * ONE)
+    site.save()
+    for days, others in enumerate((90, 95, 97, 97, 97, 97, 97, 97)):  # in MB, besides 2 checkpoints
+        site.now, site.others = NOW + days * DAY, others * ONE
+        site.look()
         assert write_due_notices(site.run, site.plan, policy, now=site.now, at_work=True) == []
-        if notices.known_notices(site.run) and first is None:
-            first = 100 * ONE - site.others - 2 * ONE
+        assert bool(notices.known_notices(site.run)) == (others > 96)
     names = sorted(notices.known_notices(site.run))
     assert 1 <= len(names) <= 2
     assert all(name.startswith("disk-quota-lfs-quota-bytes-") for name in names)
-    assert first is not None
-    assert 6.0 < first / (8 * ONE) < 7.5  # days before it is full
     (notice, *_) = [entry for entry, _ in notices.pending_notices(site.run)]
-    assert "full in about " in notice.reason
+    assert "room for 1 more than are kept" in notice.reason
 
 
 def test_a_symptom_shares_its_notice_with_the_job(site: Site) -> None:
-    site.days(6, growth=10 * ONE)
+    site.save()
+    site.others = 97 * ONE
+    site.look()
     status = replace(site.status(), state="queued")
-    (symptom,) = symptoms._full_soon(status, site.now)
+    (symptom,) = symptoms._quotas_used_up(status, site.now, 2)
     assert symptom.cause == "quota-lfs-quota-bytes"
-    assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY_SECONDS))}"
+    assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY))}"
     assert "free some space" in symptom.reason
-    assert list(symptoms._full_soon(replace(status, state="stopped"), site.now)) == []
-
-
-def test_a_disk_of_all_users_is_spoken_of_when_it_gets_scarce() -> None:
-    values = {"kind": "bytes", "used": 5, "limit": 10, "own": 0, "time": NOW, "a_day": 1.0, "a_checkpoint": None}
-    far = QuotaForecast(source=FILE_SYSTEM, full=NOW + 40 * DAY_SECONDS, **values)  # type: ignore[arg-type]
-    near = QuotaForecast(source=FILE_SYSTEM, full=NOW + 20 * DAY_SECONDS, **values)  # type: ignore[arg-type]
-    assert [far.is_told(NOW), near.is_told(NOW), near.is_soon(NOW)] == [False, True, False]
+    assert list(symptoms._quotas_used_up(status, site.now, 1)) == []
+    assert list(symptoms._quotas_used_up(replace(status, state="stopped"), site.now, 2)) == []
 
 
 # who is asked
@@ -233,7 +180,7 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
     program.chmod(0o755)
     site.plan = replace(site.plan, quota_command=[str(program), "--of", "{user}", "{path}/; rm -rf /"])
     measure_quotas(site.run, site.plan, now=site.now)
-    (found,) = storage_limits.quota_forecasts(storage_limits.read_usage(site.run), now=site.now)
+    (found,) = storage_limits.read_usage(site.run)[0]
     assert (found.source, found.used, found.limit) == ("ourquota", 5000, 9000)
     seen = Path(f"{program}.seen").read_text()
     assert seen == f"--of {os.getuid()} {site.run.path}/; rm -rf /\n"  # an argument, and no line of a shell
@@ -275,58 +222,30 @@ def test_words_of_quota_and_json() -> None:
 def test_a_job_measures_with_its_saves_and_says_what_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(time, "time", lambda: site.now)
+    measured: list[int] = []
+
+    def measure(run: Run, plan: Plan, *, now: float) -> None:
+        measured.append(1)
+        if len(measured) > 2:
+            raise RunDirError("unreadable record", where=run.path)
+
+    monkeypatch.setattr(measuring, "measure_quotas", measure)
     watch = QuotaMonitor(site.run, site.plan)
 
     def look(saved: int) -> int:
         watch.look(saved)
         assert watch._thread is not None
         watch._thread.join(300)
-        return len(storage_limits.read_usage(site.run).points)
+        return len(measured)
 
-    site.look()
-    assert look(0) == 2
-    assert look(100) == 2  # ten minutes have not passed
+    assert look(0) == 1
+    assert look(100) == 1  # ten minutes have not passed
     monkeypatch.setattr(measuring, "MEASURE_AFTER_SAVE_SECONDS", 0.0)
-    assert look(200) == 3
-    assert look(200) == 3  # no save meanwhile
-    storage_limits.usage_path(site.run).write_text("{")
-    watch.look(300)
-    watch._thread.join(300)  # type: ignore[union-attr]
+    assert look(200) == 2
+    assert look(200) == 2  # no save meanwhile
+    assert look(300) == 3
     with pytest.raises(RelayrunError, match="unreadable record"):
         watch.look(300)
-
-
-def test_a_real_file_system_that_is_small_is_foreseen(make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
-    """A file system of the test's own fills, as `df` tells it."""
-    mount = f'mount -t tmpfs -o size=20m none {tmp_path}/small && exec "$@"'
-    (tmp_path / "small").mkdir()
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, "sh"]
-    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system of his own")
-    run, _ = make_run(folder="run")
-    os.symlink(tmp_path / "small", run.checkpoints)
-    program = f"""
-import os, sys
-from pathlib import Path
-from relayrun.control.chain.quota import measure_quotas
-from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-run = Run(Path({str(run.path)!r}))
-for number in range(8):
-    (run.checkpoints / f"others-{{number}}").write_bytes(bytes(2_000_000))
-    measure_quotas(run, Plan.load(run), now={NOW} + number * {6 * HOUR})
-"""
-    subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
-    now = NOW + 7 * 6 * HOUR
-    every = storage_limits.quota_forecasts(storage_limits.read_usage(Run(run.path)), now=now)
-    (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]
-    assert found.limit == 20 << 20
-    assert found.a_day == pytest.approx(8_000_000, rel=0.02)
-    assert ((found.full or 0.0) - now) / DAY_SECONDS == pytest.approx(
-        ((20 << 20) - 8 * 2_000_000) / 8_000_000, rel=0.05
-    )
-    assert found.is_soon(now)
 
 
 def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def _waits_for_its_campaign(run: Run) -> None:
 
 def _with_other_fields(run: Run) -> None:
     value = json.loads(run.plan.read_text())
-    for name in ("stop_after", "spare_nodes", "purge_days"):
+    for name in ("stop_after", "spare_nodes", "quota_command"):
         value.pop(name)
     run.plan.write_text(json.dumps(value | {"unknown": 1}))
 

@@ -240,13 +240,10 @@ class ClusterSection(Section):
     """Python of the batch script, 3.10 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Folders that relayrun never writes to."""
-    purge_days: dict[SingleLine, Annotated[float, Field(gt=0)]] = {}
-    """Folders whose unused files the site removes, with the days without use, for example `{/scratch: 30}`. `relayrun
-    check`, `status` and `sentinel` warn before the newest checkpoint or data are removed."""
     quota_command: list[SingleLine] = []
     """Program and arguments that report the quota if `lfs quota` and `quota` do not; `{path}` becomes the run's folder
     of checkpoints, `{user}` the user's number. It prints `{"used": BYTES, "limit": BYTES}` (and `used_files`,
-    `limit_files`), or a table like `quota`. `status`, `sentinel` and notices warn before it is full."""
+    `limit_files`), or a table like `quota`. `status`, `sentinel` and notices say how full it is."""
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Memory of a GPU in 10^9 bytes, for `relayrun check`; None: unknown."""
     tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None

@@ -1,4 +1,4 @@
-"""Measures how full the file system of a run is, and the quotas on it, by `lfs quota`, `quota` or a site's command.
+"""Measures the quotas on the files of a run, by `lfs quota`, `quota` or a site's command.
 
 The commands run in a thread: one that hangs blocks nothing.
 """
@@ -23,7 +23,7 @@ from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, QuotaSample
+from relayrun.control.rundir.storage_limits import QuotaLimit, QuotaUsage
 from relayrun.errors import RelayrunError
 
 QUOTA_QUESTION_SECONDS = 10.0
@@ -75,33 +75,24 @@ def is_measurement_due(run: Run, *, now: float) -> bool:
 
 
 def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
-    """Measure and record all limits. Raises OSError, and RunDirError for damaged records."""
+    """Measure and record all quotas. Raises OSError, and RunDirError for damaged records."""
     place = run.checkpoints if run.checkpoints.is_dir() else run.path
     complaint = None
     try:
         found = read_quotas(place, plan.quota_command)
     except RelayrunError as error:
         found, complaint = [], str(error)
-    found += file_system_limit(place)
     there = {entry.name for entry in os.scandir(run.checkpoints)} if run.checkpoints.is_dir() else set()
     line = [counted.commit for counted in Lineage(run).backwards() if counted.published]
     own = [commit for commit in line if os.path.basename(commit.path) in there]
     kept = plan.checkpoints_kept or 0
-    points = []
+    usages = []
     for each in found:
         sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
-        one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
-        point = QuotaSample(
-            **vars(each),
-            time=now,
-            own=sum(sizes),
-            rolling=rolling,
-            to_come=max(0, kept - len(sizes)) * one,
-            one=one,
-            saves=len(line),
-        )
-        points.append(point)
-    storage_limits.record_usage(run, points, complaint=complaint, now=now)
+        one = sizes[0] if sizes else 0
+        to_come = max(0, kept - len(sizes)) * one
+        usages.append(QuotaUsage(**vars(each), time=now, own=sum(sizes), to_come=to_come, one=one))
+    storage_limits.record_usage(run, usages, complaint=complaint)
 
 
 def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
@@ -189,7 +180,7 @@ def file_system_limit(place: Path) -> list[QuotaLimit]:
     found = os.statvfs(place)
     used, files = (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
     most_files = files + found.f_favail if found.f_files else 0
-    return make_limits(FILE_SYSTEM, used, used + found.f_bavail * found.f_frsize, files, most_files)
+    return make_limits("file system", used, used + found.f_bavail * found.f_frsize, files, most_files)
 
 
 BLOCK = 1024

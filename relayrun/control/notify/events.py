@@ -22,7 +22,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult, unqueued_iterations
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
-from relayrun.control.rundir.storage_limits import QuotaForecast
+from relayrun.control.rundir.storage_limits import QuotaUsage
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, last_bytes, read_json_lines_backwards
 
@@ -32,6 +32,8 @@ EVALUATION_RESULTS = 10
 """Number of newest results that are examined."""
 NoticeSource = Callable[[Run, Plan, NoticePolicy, float], Iterator[Notice]]
 """Yields the notices of one kind, from a run, its plan, its policy and the time."""
+WEEK_SECONDS = 7 * 86400.0
+"""Interval between two notices about one quota."""
 MIRROR_SECONDS = 3600.0
 """Age of a mirror's failure before it is told: a copy is tried again each quarter of an hour."""
 
@@ -222,15 +224,15 @@ def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
 
 
 def _quota_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Yield a quota or disk that will be full soon, once a week."""
-    for each in storage_limits.quota_forecasts(storage_limits.read_usage(run), now=now):
-        if each.is_soon(now):
-            yield make_notice(run, plan, quota_notice_id(each, now), time=now, reason=each.words(now))
+    """Yield a quota with room for few more checkpoints, once a week."""
+    for each in storage_limits.read_usage(run)[0]:
+        if each.is_scarce(policy.disk_checkpoints):
+            yield make_notice(run, plan, quota_notice_id(each, now), time=now, reason=each.words())
 
 
-def quota_notice_id(foreseen: QuotaForecast, now: float) -> str:
-    """Return the id of the notice about this forecast."""
-    return f"disk-quota-{foreseen.name}-{int(now // storage_limits.USAGE_WINDOW_SECONDS)}"
+def quota_notice_id(usage: QuotaUsage, now: float) -> str:
+    """Return the id of the notice about this quota in this week."""
+    return f"disk-quota-{usage.name}-{int(now // WEEK_SECONDS)}"
 
 
 def low_disk_text(run: Run, *, checkpoints: int) -> str | None:

@@ -102,8 +102,6 @@ class Plan(Record):
     load_path: str | None = None
     """The checkpoint from which the run starts as long as it has none of its own."""
     load_iteration: int = 0
-    purge_days: dict[str, float] = field(default_factory=dict)
-    """Days without use after which the site removes files, by folder."""
     quota_command: list[str] = field(default_factory=list)
     """Command that prints the quota of the run directory's file system; empty: `lfs quota` and `quota`."""
     checkpoints_kept: int | None = None

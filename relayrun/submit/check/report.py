@@ -82,7 +82,6 @@ def check_run(
         _check_host_memory(future, findings)
         with findings.catching("storage.space"):
             storage.check_space(future, run, findings, quota_command=config.cluster.quota_command)
-    storage.check_purges(config.cluster.purge_days, run, manifest, findings)
     if isinstance(config, MegatronConfig):
         megatron_lm.check_launcher_file(config, plan, run, script, adopted or {}, findings)
     if batch_system(plan.scheduler).slurm and script is not None:

@@ -1,19 +1,16 @@
-"""Check the paths that the jobs of a run write: permissions, space, quotas, and files that the site would remove."""
+"""Check the paths that the jobs of a run write: permissions, space and quotas."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.writable import read_only_path_of
 from relayrun.control.chain.quota import read_quotas
-from relayrun.control.rundir import storage_limits
-from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.errors import URL_WRITE_HINT, InputError, why_url_is_refused
@@ -21,8 +18,6 @@ from relayrun.submit import policies
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.forecast import Forecast, format_bytes
 from relayrun.submit.policies import mirror_settings
-from relayrun.tokens.shards.checks import iterate_data_sets
-from relayrun.tokens.shards.manifest import Manifest
 
 PATH_VARIABLES = (
     "HF_HOME",
@@ -140,32 +135,6 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
     with findings.catching("storage.quota"):
         for limit in read_quotas(place, quota_command):
             _check_quota(limit, place, one, kept - already, findings)
-
-
-def check_purges(purge_days: Mapping[str, float], run: Run, manifest: Manifest | None, findings: Findings) -> None:
-    """Say what the site would remove of a run's newest checkpoint and of its data, and when; warn of the next week."""
-    if not purge_days:
-        return
-    now = time.time()
-    with findings.catching("storage.purge"):
-        newest = Lineage(run).durable()
-        every = [] if manifest is None else [shards for _, shards in iterate_data_sets(manifest, None)]
-        paths = [f"{shard.prefix}.bin" for shards in every for shard in shards.shards]
-        paths += [file.path for shards in every for file in shards.files if "://" not in file.path]
-        found = [
-            storage_limits.checkpoint_purge(newest.iteration, newest.path, purge_days),
-            storage_limits.first_purge("training data", "data", paths, purge_days),
-        ]
-        told = [each for each in found if each is not None]
-        for each in told:
-            if each.is_soon(now):
-                remedy = "read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)"
-                findings.warn("storage.purge", each.words(now), value=each.time, remedy=remedy)
-            else:
-                findings.ok("storage.purge", each.words(now), value=each.time)
-        if not told:
-            rules = ", ".join(f"{folder} after {days:g} days" for folder, days in purge_days.items())
-            findings.ok("storage.purge", f"nothing of the run is old enough, or lies there: {rules}")
 
 
 def _check_quota(limit: QuotaLimit, place: Path, one: int, kept: int, findings: Findings) -> None:

@@ -27,14 +27,14 @@ from relayrun.control.rundir import (
     triggers,
 )
 from relayrun.control.rundir.campaign import iterations_held_by_campaign
-from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage, ResumePoint
+from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.mirror import MirrorPass
 from relayrun.control.rundir.node_health import Straggler
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, RefusedConnections
 from relayrun.control.rundir.run import Run, stream_positions_path
-from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast, format_amount
+from relayrun.control.rundir.storage_limits import QuotaUsage, format_amount
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import Job, JobEnd
@@ -116,10 +116,8 @@ class RunStatus(RunSummary):
     """Result of the last mirror pass; None without one."""
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     """Unreadable files and rows that streams skipped, by data set and reason, up to the newest record."""
-    purges: list[PurgeForecast] = field(default_factory=list)
-    """Forecasts of the site's purge of the newest checkpoint, and of the data of a live chain."""
-    quotas: list[QuotaForecast] = field(default_factory=list)
-    """Usage of a live chain's quotas and file system, with a forecast."""
+    quotas: list[QuotaUsage] = field(default_factory=list)
+    """Usage of a live chain's quotas."""
     quota_complaint: str | None = None
     """Reason why a quota is unknown."""
     unqueued_evaluations: dict[int, str] = field(default_factory=dict)
@@ -152,7 +150,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     beats = newest.read_heartbeats() if records.running and newest is not None else []
     end_time = newest.job_end_time(begin) if newest is not None and begin is not None and records.running else None
     living = records.state != "stopped"
-    quotas, quota_complaint = _quotas(run, now) if living else ([], None)
+    quotas, quota_complaint = _quotas(run) if living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
     resume = [shlex.join(["relayrun", "resume", str(run.path)])] if records.state == "broken" else []
@@ -194,7 +192,6 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         used_again=_used_again(excluded, strikes, begin),
         triggers=_pending_triggers(run),
         left_out=_skipped_documents(lineage),
-        purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
         disk=_full_file_systems(records),
@@ -216,18 +213,9 @@ def _used_again(
     return [node for node in excluded if node in error_lines.expand_nodelist(begin.nodes) and node not in struck]
 
 
-def _purges(run: Run, plan: Plan, durable: ResumePoint | None, *, living: bool) -> list[PurgeForecast]:
-    if not plan.purge_days:
-        return []
-    found = [storage_limits.checkpoint_purge(durable.iteration, durable.path, plan.purge_days)] if durable else []
-    found += [storage_limits.data_purge(run, plan.purge_days)] if living else []
-    return [each for each in found if each is not None]
-
-
-def _quotas(run: Run, now: float) -> tuple[list[QuotaForecast], str | None]:
+def _quotas(run: Run) -> tuple[list[QuotaUsage], str | None]:
     try:
-        measures = storage_limits.read_usage(run)
-        return storage_limits.quota_forecasts(measures, now=now), measures.complaint
+        return storage_limits.read_usage(run)
     except RunDirError as error:  # must not hide the run's status
         return [], error.message
 

@@ -83,7 +83,6 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("left out", _skipped_documents(status)),
         ("mirror", _mirror(status, now)),
         *(("disk", words) for words in status.disk),
-        *(("purge", purge.words(now)) for purge in status.purges),
         *(("quota", words) for words in _quotas(status, now)),
         ("left behind", _damaged_checkpoints(status)),
         ("quarantine", _quarantine(status)),
@@ -156,8 +155,8 @@ def _mirror(status: RunStatus, now: float) -> str:
 
 
 def _quotas(status: RunStatus, now: float) -> list[str]:
-    told = [each for each in status.quotas if each.is_told(now)]
-    lines = [f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)" for each in told]
+    told = [each for each in status.quotas if each.kind == "bytes" or each.is_scarce(1)]
+    lines = [f"{each.words()} (looked {format_seconds(now - each.time)} ago)" for each in told]
     return [*lines, *filter(None, [status.quota_complaint])]
 
 
