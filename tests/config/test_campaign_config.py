@@ -8,7 +8,6 @@ import pytest
 
 from relayrun.config.compose import campaign, resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign as submission
 from tests.workspace import Workspace
@@ -48,27 +47,18 @@ def native(run: campaign.CampaignRunDescription) -> RunConfig:
     return run.config
 
 
-def test_a_product_with_a_list_and_filters(workspace: Workspace) -> None:
+def test_a_product_with_a_list(workspace: Workspace) -> None:
     described = sweep(
         workspace,
-        product={"optimizer.lr": [1e-3, 2e-3], "training.global_batch_size": [8, 16]},
+        product={"optimizer.lr": [1e-3, 2e-3]},
         list=[{"training.seed": 1}, {"training.seed": 2, "optimizer.min_lr": 1e-4}],
-        filters=["optimizer.lr * training.global_batch_size <= 0.02", "training.seed != 2 or optimizer.lr > 1e-3"],
         at_once=3,
     )
     assert [(run.name, run.settings) for run in described.runs] == [
-        ("01", {"optimizer.lr": 1e-3, "training.global_batch_size": 8, "training.seed": 1}),
-        ("02", {"optimizer.lr": 1e-3, "training.global_batch_size": 16, "training.seed": 1}),
-        ("03", {"optimizer.lr": 2e-3, "training.global_batch_size": 8, "training.seed": 1}),
-        (
-            "04",
-            {
-                "optimizer.lr": 2e-3,
-                "training.global_batch_size": 8,
-                "training.seed": 2,
-                "optimizer.min_lr": 1e-4,
-            },
-        ),
+        ("01", {"optimizer.lr": 1e-3, "training.seed": 1}),
+        ("02", {"optimizer.lr": 2e-3, "training.seed": 1}),
+        ("03", {"optimizer.lr": 1e-3, "training.seed": 2, "optimizer.min_lr": 1e-4}),
+        ("04", {"optimizer.lr": 2e-3, "training.seed": 2, "optimizer.min_lr": 1e-4}),
     ]
     last = native(described.runs[-1])
     assert (last.optimizer.lr, last.optimizer.min_lr, last.training.seed) == (2e-3, 1e-4, 2)
@@ -88,9 +78,7 @@ def test_a_product_with_a_list_and_filters(workspace: Workspace) -> None:
         ({"product": {"cluster.python": ["a"]}}, "cluster.python", ["one cluster"]),
         ({"product": {"optimizer.lr": [1e-3]}, "at_once": 0}, "at_once", ["no number of chains"]),
         ({"product": {"optimizer.lr": [1e-3]}, "at_onse": 2}, "at_onse", ["did you mean 'at_once'"]),
-        ({"product": {"optimizer.lr": [1e-3]}, "filters": ["optimizer.lr > 1"]}, "filters", ["no run over"]),
-        ({"product": {"optimizer.lr": [1e-3]}, "filters": ["__import__('os')"]}, "filters", ["is no condition"]),
-        ({"product": {"optimizer.lr": [1e-3]}, "filters": ["optimizer.lx > 1"]}, "filters", ["optimizer.lx"]),
+        ({"product": {"optimizer.lr": [1e-3]}, "filters": ["optimizer.lr > 1"]}, "filters", ["unknown"]),
         ({"product": {"optimizer.lr": [1e-3]}, "list": [{"optimizer.lr": 1}]}, "- optimizer.lr", ["`product` has"]),
         ({"product": {"training.seed": list(range(501))}}, "sweep:", ["501 runs", "at most 500"]),
         ({"list": [{}]}, "sweep:", ["no axis"]),
@@ -100,44 +88,6 @@ def test_a_sweep_that_is_refused_names_the_line(
     workspace: Workspace, section: dict[str, Any], line: str, words: list[str]
 ) -> None:
     refused(workspace, *words, line=line, **section)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "open('x')",
-        "a.b",
-        "1 +",
-        "a.b is 1",
-        "a.b in c",
-        "a.b ** 9 > 1",
-        "(lambda: 1)() == 1",
-        "a['b'] == 1",
-        "a" * 2000,
-    ],
-)
-def test_a_filter_is_parsed_and_never_executed(text: str) -> None:
-    with pytest.raises(ValueError, match="write, for example"):
-        SettingsCondition(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "holds"),
-    [
-        ("a.b == 3 and a.c in ['x', 'y']", True),
-        ("not a.b < 3 and 1 < a.b <= 3", True),
-        ("a.c not in ['x'] or a.b / 2 - 1 == 0.5", True),
-        ("-a.b + 3 > 0", False),
-    ],
-)
-def test_a_filter_holds(text: str, holds: bool) -> None:
-    assert SettingsCondition(text).holds({"a.b": 3, "a.c": "x"}.__getitem__) is holds
-
-
-@pytest.mark.parametrize("text", ["a.c < 3", "a.c * 2 == 'xx'", "a.b / 0 > 1", "-a.c == 1"])
-def test_a_filter_that_cannot_be_judged_says_so(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cannot be compared|no number|division"):
-        SettingsCondition(text).holds({"a.b": 3, "a.c": "x"}.__getitem__)
 
 
 def test_a_branch_with_decay_is_one_line(workspace: Workspace) -> None:

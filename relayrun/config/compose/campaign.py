@@ -3,7 +3,6 @@
     sweep:
       product: {optimizer.lr: [1e-3, 2e-3]}     each value with each of the other axes
       list: [{model.num_layers: 12}]            settings that go together, one run (or one set of runs) a line
-      filters: [optimizer.lr < 2e-3]            a run is left out unless all conditions hold
       at_once: 4                                chains at a time
 
     stages:
@@ -20,7 +19,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -30,7 +28,6 @@ from relayrun.config.compose.describe import CAMPAIGN_SETTINGS
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
-from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
@@ -150,9 +147,7 @@ class _CampaignReader:
         at_once = section.get("at_once")
         if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
             self._refuse(("sweep", "at_once"), f"{at_once!r} is no number of chains", "write a whole number from 1 on")
-        combinations = self._filtered(list(self._combinations(section)), section)
-        if not combinations:
-            self._refuse(("sweep", "filters"), "these leave no run over", "let at least one through")
+        combinations = list(self._combinations(section))
         width = max(2, len(str(len(combinations))))
         runs, errors = [], []
         for number, (settings, at) in enumerate(combinations, start=1):
@@ -172,7 +167,7 @@ class _CampaignReader:
         return at_once, runs
 
     def _combinations(self, section: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Location]]:
-        """Yield the settings of each run, before filters, and the location of its line in `list`."""
+        """Yield the settings of each run, and the location of its line in `list`."""
         product, lines = section.get("product", {}), section.get("list", [{}])
         if not isinstance(product, dict):
             self._refuse(("sweep", "product"), "it is a mapping of settings to lists of values", _PRODUCT)
@@ -198,8 +193,8 @@ class _CampaignReader:
             if line in lines[:number]:
                 words = f"{settings_in_words(line)} is there twice"
                 self._refuse(("sweep", "list", str(number)), words, "leave one out")
-        if count > 100 * MAX_RUNS:
-            self._refuse(("sweep",), f"these are {count:,} combinations", "shorten an axis")
+        if count > MAX_RUNS:
+            self._refuse(("sweep",), f"these are {count:,} runs", f"at most {MAX_RUNS}: shorten an axis")
         for line_number, line in enumerate(lines):
             for values in itertools.product(*product.values()):
                 yield dict(zip(product, values, strict=True)) | line, ("sweep", "list", str(line_number))
@@ -210,35 +205,6 @@ class _CampaignReader:
             self._refuse(at, "name a setting as section.setting", "for example optimizer.lr")
         if section == "cluster":
             self._refuse(at, "all runs of a sweep have one cluster", "submit a sweep on each")
-
-    def _filtered(
-        self, found: list[tuple[dict[str, Any], Location]], section: dict[str, Any]
-    ) -> list[tuple[dict[str, Any], Location]]:
-        texts = section.get("filters", [])
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            self._refuse(("sweep", "filters"), "it is a list of conditions", _FILTER)
-        for text in texts:
-            try:
-                condition = SettingsCondition(text)
-                kept = [each for each in found if condition.holds(partial(self._setting, own=each[0]))]
-            except ValueError as error:
-                self._refuse(("sweep", "filters"), str(error), _FILTER)
-            found = kept
-        if len(found) > MAX_RUNS:
-            self._refuse(("sweep",), f"these are {len(found):,} runs", f"at most {MAX_RUNS}: shorten an axis")
-        return found
-
-    def _setting(self, name: str, own: Mapping[str, Any]) -> Any:
-        """Return a setting of a run: its own, or the file's. Raises ValueError if neither has it."""
-        if name in own:
-            return own[name]
-        value: Any = self._whole.values
-        for part in name.split("."):
-            if not isinstance(value, dict) or part not in value:
-                near = did_you_mean(name, own)
-                raise ValueError(f"neither an axis nor the file has a setting {name}" + (f"; {near}" if near else ""))
-            value = value[part]
-        return value
 
     # --- stages
 
@@ -412,4 +378,3 @@ def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
 
 _PRODUCT = "write, for example: product: {optimizer.lr: [1e-3, 2e-3]}"
 _LIST = "write, for example: list: [{model.num_layers: 12, model.hidden_size: 768}]"
-_FILTER = "write, for example: filters: [optimizer.lr < 2e-3]"

@@ -1,4 +1,4 @@
-"""The parts `environment`, `bandwidth`, `speed` and `save`: the device and its speed."""
+"""The parts `environment`, `speed` and `save`: the device and its speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import ModelSection
 from relayrun.control.rundir.records import CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_json
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import (
     TRACE_FILE,
@@ -37,15 +36,6 @@ PROBE_BYTES = 1 << 28
 DISK_SECONDS = 15.0
 """Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
 LONGEST_KERNELS = 12
-
-
-def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
-    """Measure the bandwidth between several GPUs, or record that there is one."""
-    ranks = setup.gpus or setup.sizes.cpu_ranks
-    if ranks < 2:
-        figures.add("machine", {"not_measured": "this machine has one GPU"})
-    else:
-        figures.add("machine", run_program(setup, "device:measure_all_reduce", ranks=ranks))
 
 
 def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
@@ -230,7 +220,7 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     """Find the micro-batch, train, and record the figures. Raises CheckFailed."""
     sizes = setup.sizes
     memory = setup.memory_bytes or None
-    config = searched_config(setup, deterministic=False)
+    config = searched_config(setup)
     first = first_micro_batch(config, sizes.vocabulary, memory, sizes.largest_batch)
     found = run_batch_search(setup, config, first, largest=sizes.largest_batch)
     figures.add("search", found)
@@ -239,12 +229,10 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
         raise CheckFailed("not even one sequence of the model fits into the memory of this device")
     micro_batch = max(fitting, key=lambda entry: entry["tokens_per_second"])["micro_batch"]
 
-    last = sizes.warm_up + sizes.measured + sizes.by_part + 1
-    parts = {"first": last - sizes.by_part, "last": last - 1}
+    last = sizes.warm_up + sizes.measured + 1
 
     def timed(micro_batch: int) -> tuple[Run, RunConfig]:
         asked = large_run_sections(setup, micro_batch=micro_batch, steps=last)
-        asked["training"]["hooks"] = [{"hook": f"{runs.HOOKS_MODULE}:StepPartsHook", "options": parts}]
         asked["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
         return runs.train_until(setup, "speed", asked, steps=last), runs.checked_config(setup, "speed", asked)
 
@@ -268,28 +256,15 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
             "estimate": {"state": estimate.state, "activations": estimate.activations, "loss": estimate.loss},
         },
     )
-    figures.add("by_part", seconds_by_part(runs.read_notes(run, "parts")))
     figures.add("trace", keep_trace(setup, run))
 
 
-def measure_determinism(setup: CheckSetup, figures: PartFigures) -> None:
-    """Time the micro-batch of the part `speed` with training.deterministic."""
-    tries = read_json(setup.parts / "speed.json").get("search", {}).get("tries", [])
-    if not (fitting := [entry for entry in tries if entry["fits"]]):
-        raise CheckFailed("the part speed found no micro-batch")
-    best = max(fitting, key=lambda entry: entry["tokens_per_second"])
-    found = run_batch_search(setup, searched_config(setup, deterministic=True), best["micro_batch"], largest=1)
-    figures.add("default", best)
-    figures.add("deterministic", found["tries"][0])
-
-
-def searched_config(setup: CheckSetup, *, deterministic: bool) -> RunConfig:
+def searched_config(setup: CheckSetup) -> RunConfig:
     """Return the config of the large model whose micro-batch is searched."""
     sections = large_run_sections(setup, micro_batch=1, steps=1) | {
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"ntasks_per_node": 1},
     }
-    sections["training"]["deterministic"] = deterministic
     return runs.checked_config(setup, "search", sections)
 
 
@@ -361,17 +336,6 @@ def training_speed(
         "mfu": None if peak is None else flops / peak,
         "first_step_seconds": lines[0]["step_seconds"],
         "data_share": statistics.median(line["data_seconds"] / line["step_seconds"] for line in window),
-    }
-
-
-def seconds_by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median seconds of each part of an iteration. Raises CheckFailed if the hook recorded none."""
-    if not notes:
-        raise CheckFailed("the hook that times an iteration by part noted nothing")
-    return {
-        "iterations": len(notes),
-        "seconds": {name: statistics.median(note["seconds"][name] for note in notes) for name in notes[0]["seconds"]},
-        "total": statistics.median(note["total"] for note in notes),
     }
 
 

@@ -166,27 +166,12 @@ def _speed(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
         what = "memory at its peak" if memory["device_bytes"] else "memory of the process (no GPU), and the estimate"
         value = f"{memory['peak_bytes'] / 1e9:,.4g} GB, estimated {memory['estimate_bytes'] / 1e9:,.4g} GB"
         yield CheckRow(what, value)
-    if parts := figures.get("by_part"):
-        whole = parts["total"]
-        shares = [f"{name.replace('_', ' ')} {seconds / whole:.1%}" for name, seconds in parts["seconds"].items()]
-        yield CheckRow(f"parts of an iteration of {whole:.4g} s", ", ".join(shares))
     if trace := figures.get("trace"):
         share = trace["busy_seconds"] / trace["seconds"] if trace["seconds"] else 0.0
         value = f"busy {share:.1%} of {trace['seconds']:.4g} s; the host waits {len(trace['waits'])} times"
         for longest in trace["longest"][:1]:
             value += f"; longest: {longest['name'][:60]}, {longest['seconds']:.4g} s"
         yield CheckRow(f"trace of an iteration ({trace['file']})", value)
-
-
-def _determinism(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    if (without := figures.get("default")) and (found := figures.get("deterministic")):
-        size = f"{without['micro_batch']} x its sequence"
-        if found["fits"]:
-            share = found["tokens_per_second"] / without["tokens_per_second"]
-            value = f"{share:.1%} of the speed ({found['tokens_per_second']:,.0f} tokens/s, {size})"
-        else:
-            value = f"{size} does not fit"
-        yield CheckRow("training.deterministic", value)
 
 
 def _save(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
@@ -254,27 +239,13 @@ def _export(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     yield _promise("logits of the export", value, "equal but for rounding", met)
 
 
-def _bandwidth(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    one = figures.get("machine", {})
-    if "not_measured" in one:
-        yield _not_measured("all-reduce", one)
-    elif one:
-        speeds = ", ".join(
-            f"{entry['bus_bytes_per_second'] / 1e9:,.3g} GB/s at {entry['bytes'] / (1 << 20):,.3g} MiB"
-            for entry in one["all_reduce"]
-        )
-        yield CheckRow(f"all-reduce, {one['ranks']} ranks, {one['backend']}, bus bandwidth", speeds)
-
-
 _ROWS_BY_PART: dict[str, Callable[[FigureMap, FigureMap], Iterator[CheckRow]]] = {
     "environment": _environment,
     "resume": _resume,
     "speed": _speed,
-    "determinism": _determinism,
     "save": _save,
     "kernels": _kernels,
     "layouts": _variants,
-    "bandwidth": _bandwidth,
 }
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -78,8 +78,7 @@ class CheckSizes:
     """Largest micro-batch of the search."""
     warm_up: int
     measured: int
-    by_part: int
-    """Iterations that are skipped (`warm_up`), timed, and timed by part, in this order; then one is traced."""
+    """Iterations that are skipped (`warm_up`) and timed, in this order; then one is traced."""
     resumed_model: Mapping[str, Any]
     """Section `model` of the interrupted runs, and of the exported one."""
     resumed_vocabulary: int
@@ -99,8 +98,6 @@ class CheckSizes:
     """Timed repetitions of an operation."""
     product: int
     """Rows of the square matrices of the timed product."""
-    reduced: Sequence[int]
-    """Bytes of the all-reduced tensors."""
     cpu_ranks: int
     """Ranks of the bandwidth part without a GPU."""
 

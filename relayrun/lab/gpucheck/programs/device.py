@@ -1,21 +1,17 @@
 """Measurements of the device: `python -m relayrun.lab.gpucheck.programs.device NAME`.
 
-The bus bandwidth of an all-reduce is independent of the number of ranks: 2 (n - 1) / n x bytes / seconds. A copy to
-pinned host memory is the lower limit of a save's stall.
+A copy to pinned host memory is the lower limit of a save's stall.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement
 
@@ -41,25 +37,6 @@ def measure_device() -> None:
     seconds = median_seconds(lambda: target.copy_(source), device, repeats=sizes.repeats)
     figures["copy_bytes_per_second"] = 2 * source.numel() / seconds
     program.write(figures)
-
-
-def measure_all_reduce() -> None:
-    """Reduce tensors of several sizes on all ranks; rank 0 writes."""
-    program = RankProgram.begin()
-    device, sizes = program.device, program.setup.sizes
-    size = int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, timeout=timedelta(minutes=2), **options)
-    figures: dict[str, Any] = {"ranks": size, "backend": backend, "all_reduce": []}
-    for count in sizes.reduced:
-        tensor = torch.randn(count // 4, device=device)
-        seconds = median_seconds(partial(dist.all_reduce, tensor), device, repeats=sizes.repeats)
-        busy = 2 * (size - 1) / size * count / seconds
-        figures["all_reduce"].append({"bytes": count, "seconds": seconds, "bus_bytes_per_second": busy})
-        program.write(figures)
-        del tensor
-    dist.destroy_process_group()
 
 
 def measure_host_copy() -> None:
@@ -126,4 +103,4 @@ def list_gpus() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_measurement(measure_device, measure_all_reduce, measure_host_copy)
+    run_measurement(measure_device, measure_host_copy)

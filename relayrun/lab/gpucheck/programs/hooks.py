@@ -1,13 +1,11 @@
-"""Hooks of the check's training runs: interrupt a run at an exact place, record hashes, time the parts of a step."""
+"""Hooks of the check's training runs: interrupt a run at an exact place, record hashes, pace saves."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from functools import wraps
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,10 @@ import xxhash
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_json_lines
-from relayrun.lab.gpucheck.programs.common import cuda_event, wait_for
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
-from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
+from relayrun.train.hooks import Gradients, Hook, HookContext, Step
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
-
-STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
-"""Parts of an iteration, in order.
-
-before: reading the batch and zeroing gradients. forward, backward: all micro-batches, without the sync. gradient_sync:
-the rest of the sync after the last backward pass, and summing the loss over ranks. gradient_norm: unscaling the
-gradients and their norm. update: clipping and Adam.
-"""
 
 
 class SignalSelfHook(Hook):
@@ -143,67 +132,3 @@ def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
     folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)
-
-
-class StepPartsHook(Hook):
-    """Records the seconds of each part of the iterations from `first` to `last`."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
-
-    def setup(self, context: HookContext) -> None:
-        self._context, self._device = context, context.ranks.device
-        self._marks: list[tuple[str, Any]] | None = None
-        for chunk in context.model.chunks:
-            chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
-            chunk.register_forward_hook(lambda *_: self._mark("backward"))
-        for config in {id(chunk.config): chunk.config for chunk in context.model.chunks}.values():
-            if config.finalize_model_grads_func is not None:
-                config.finalize_model_grads_func = self._before(config.finalize_model_grads_func)
-
-    def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._mark("gradient_sync")
-            result = function(*args, **kwargs)
-            self._mark("gradient_norm")
-            return result
-
-        return marked
-
-    def _mark(self, part: str) -> None:
-        if self._marks is not None:
-            self._marks.append((part, _time_mark(self._device)))
-
-    def before_step(self, start: StepStart) -> None:
-        self._marks = [] if self._first <= start.iteration <= self._last else None
-        self._mark("before")
-
-    def before_update(self, gradients: Gradients) -> None:
-        self._mark("update")
-
-    def after_step(self, step: Step) -> None:
-        if self._marks is None:
-            return
-        self._mark("end")
-        marks, self._marks = self._marks, None
-        wait_for(self._device)
-        seconds = dict.fromkeys(STEP_PARTS, 0.0)
-        for (part, begin), (_, end) in pairwise(marks):
-            seconds[part] += _seconds_between(begin, end)
-        if self._context.ranks.rank == 0:
-            record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
-            write_note(self._context, "parts", record)
-
-
-def _time_mark(device: torch.device) -> Any:
-    """A CUDA event, or on a CPU, whose operations are complete when they return, the time."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    mark = cuda_event()
-    mark.record(torch.cuda.current_stream(device))
-    return mark
-
-
-def _seconds_between(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
