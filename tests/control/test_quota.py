@@ -34,7 +34,7 @@ from tests.history import began
 DAY = 86400.0
 NOW = 1_700_000_000.0
 FILE_SYSTEM = "file system"
-ONE = 1_000_000
+ONE = 1_024_000
 """Bytes of a checkpoint."""
 
 
@@ -94,7 +94,7 @@ def test_what_is_left_is_told_in_checkpoints(site: Site) -> None:
     site.save()
     (found,) = site.look()
     assert found.own == 2 * ONE
-    words = "lfs quota: 34.0 MB of 100.0 MB used, 2.0 MB in checkpoints of this run: room for 66 more than are kept"
+    words = "lfs quota: 34.8 MB of 102.4 MB used, 2.0 MB in checkpoints of this run: room for 66 more than are kept"
     assert found.words() == words
     assert [found.is_scarce(count) for count in (0, 2, 65, 67)] == [False, False, False, True]
 
@@ -114,7 +114,7 @@ def test_before_the_first_checkpoint_a_quota_is_scarce_when_it_is_used_up(site: 
     site.others = site.limit
     (found,) = site.look()
     assert found.is_scarce(1)
-    assert found.words() == "lfs quota: 100.0 MB of 100.0 MB used"
+    assert found.words() == "lfs quota: 102.4 MB of 102.4 MB used"
 
 
 def test_files_are_counted_too(site: Site) -> None:
@@ -135,7 +135,7 @@ def test_status_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.look()
     print_table(run_status_text.run_status_table(site.status(), now=site.now))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quota")]
-    assert "lfs quota: 1.0 MB of 100.0 MB used" in line
+    assert "lfs quota: 1.0 MB of 102.4 MB used" in line
     assert line.endswith("(looked 0 s ago)")
     assert run_status_text.run_status_as_json(site.status())["quotas"][0]["source"] == "lfs quota"
 
@@ -255,7 +255,7 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     site.look()
     Plan.load(site.run)
     assert main(["status", str(site.run.path)]) == 0
-    assert "lfs quota: 100.0 MB of 100.0 MB used, 1.0 MB in checkpoints of this run: full at any moment" in (
+    assert "lfs quota: 102.4 MB of 102.4 MB used, 1.0 MB in checkpoints of this run: room for 0 more than are kept" in (
         capsys.readouterr().out
     )
     assert json.loads(storage_limits.usage_path(site.run).read_text())["complaint"] is None

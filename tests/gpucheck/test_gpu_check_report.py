@@ -49,10 +49,6 @@ PARTS: dict[str, dict[str, Any]] = {
         "bits": {"iterations": 24, "equal": True, "difference": None},
     },
     "speed": {"training": TRAINING},
-    "determinism": {
-        "default": {"micro_batch": 8, "fits": True, "tokens_per_second": 60_000.0},
-        "deterministic": {"micro_batch": 8, "fits": True, "tokens_per_second": 57_000.0},
-    },
     "save": {
         "saves": {
             "bytes": 17_300_000_000,
@@ -98,7 +94,6 @@ def test_where_all_is_well_nothing_fails() -> None:
     assert report.check_exit_code(table) == 0
     assert row(table, "MFU").verdict == "met"
     assert row(table, "MFU").value == "56.0%"
-    assert row(table, "training.deterministic").value == "95.0% of the speed (57,000 tokens/s, 8 x its sequence)"
     assert row(table, "a save of 17.3 GB holds up").value == "0.5 s, 1.43 x the copy (0.35 s)"
     assert [row.value for row in table if row.part == "resume"] == [
         *["bit for bit"] * 3,

@@ -59,9 +59,6 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     assert (second["iteration"], second["next_iteration"]) == (9, 9)  # killed before the update of the next one
     assert min(first["seconds"]["all"], second["seconds"]["all"]) > 0
     assert [tried["micro_batch"] for tried in figures["speed"]["search"]["tries"]] == [1, 2, 4]
-    spent = figures["speed"]["by_part"]
-    assert sum(spent["seconds"].values()) == pytest.approx(spent["total"], rel=0.5)
-    assert min(spent["seconds"].values()) > 0
     assert figures["speed"]["trace"]["longest"]
     assert (tmp_path / "check" / "trace.json.gz").stat().st_size == figures["speed"]["trace"]["file_bytes"]
     saves = figures["save"]["saves"]["saves"]
@@ -76,7 +73,6 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
         assert "TransformerEngine is not installed" in kernels[name]["not_measured"]
     assert kernels["experts"]["first_loss"] != kernels["llama"]["first_loss"]
     assert figures["kernels"]["export"]["equal"]
-    assert figures["bandwidth"]["machine"]["ranks"] == 2
     assert not list((tmp_path / "check").rglob("*.distcp")), "checkpoints are removed"
     assert str(tmp_path) not in json.dumps(result)
     assert str(ROOT) not in json.dumps(result)
@@ -133,10 +129,10 @@ def test_a_save_that_holds_training_is_found(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_training_run_that_fails_says_why_and_other_parts_are_measured(tmp_path: Path) -> None:
     hook = "tests.training.user_hooks:Breaks"
-    done, result = gpu_check(tmp_path, "--only", "save", "bandwidth", f"--hook={hook}")
+    done, result = gpu_check(tmp_path, "--only", "save", "kernels", f"--hook={hook}")
     assert done.returncode == 1, done.stdout + done.stderr
     status = {part["name"]: part["status"] for part in result["parts"]}
-    assert status == {"environment": "done", "save": "failed", "bandwidth": "done"}
+    assert status == {"environment": "done", "save": "failed", "kernels": "done"}
     (words,) = [part["words"] for part in result["parts"] if part["name"] == "save"]
     assert f"hook {hook}" in words
 
