@@ -3,7 +3,7 @@
 
     reshard.py --dataset-folder raw/web --output-folder shuffled/web --seed 1
 The same files and seed give the same bytes, whatever the memory and the threads. The input stays as it is.
-On several nodes: submit_reshard.sh.
+As a Slurm job: submit_reshard.sh.
 """
 
 import sys

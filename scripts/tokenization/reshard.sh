@@ -1,5 +1,6 @@
 #!/bin/bash
 # The job that shuffles a dataset; submit_reshard.sh submits it with the options of reshard.py.
+#SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --time=12:00:00
@@ -11,7 +12,5 @@ root=${RELAYRUN_ROOT:?set by submit_reshard.sh}
 site_srun=() site_command=()
 # shellcheck source=/dev/null
 [[ -z ${RELAYRUN_SITE:-} ]] || source "$RELAYRUN_SITE"
-for stage in begin scatter measure write finish; do # a stage begins when all tasks have finished the one before
-  srun --kill-on-bad-exit=1 --cpu-bind=none "${site_srun[@]}" "${site_command[@]}" \
-    "${PYTHON:-python3}" "$root/scripts/tokenization/reshard.py" --stage "$stage" "$@"
-done
+srun --kill-on-bad-exit=1 --cpu-bind=none "${site_srun[@]}" "${site_command[@]}" \
+  "${PYTHON:-python3}" "$root/scripts/tokenization/reshard.py" "$@"

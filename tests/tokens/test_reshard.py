@@ -106,8 +106,7 @@ def test_the_bytes_depend_on_the_seed_alone_and_the_order_is_that_of_the_keys(
         reshard(data, one, **options, memory_limit=1 << 40)
         reshard(data, two, **options, memory_limit=memory, threads=threads)
         plan = module.make_shuffle_plan(
-            ReshardOptions(dataset_folder=str(data), output=Path(folder, "x"), memory_limit=memory, threads=threads),
-            tasks=1,
+            ReshardOptions(dataset_folder=str(data), output=Path(folder, "x"), memory_limit=memory, threads=threads)
         )
         event(f"buckets {min(plan.buckets, 20)}, parts {len(plan.parts)}")
         assert digests(one) == digests(two)
@@ -374,16 +373,12 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3,000 rows")
     assert len(list(data.iterdir())) == 3
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    stage = subprocess.run(
-        [*command, "--output-folder", str(tmp_path / "stage"), "--stage", "begin"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-    )
-    assert stage.returncode == 1
-    assert stage.stderr.startswith("error: --stage is for the tasks of a Slurm job step\n")
+    for column, code in (("text", 0), ("nope", 1)):
+        options = ["--output-folder", str(tmp_path / "checked"), "--column", column, "--check"]
+        checked = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
+        assert checked.returncode == code, checked.stderr
+        assert code == ("no column 'nope'" in checked.stderr)
+    assert not (tmp_path / "checked").exists()
 
 
 @pytest.mark.parametrize("count", [1, 7, 300, 1000, 5001])

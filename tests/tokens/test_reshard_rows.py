@@ -23,7 +23,6 @@ from relayrun.tokens.shuffle.text_lengths import RowSplit
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.tokens.test_reshard import digests
-from tests.tokens.test_reshard_tasks import run
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000
@@ -86,7 +85,7 @@ def test_a_cut_is_that_of_a_slow_reference(texts: list[str | None], size: int, o
         assert sum(map(len, slow(text or "", size, overlap))) <= len(text or "") * cut.growth
 
 
-def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_tasks(
+def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_threads(
     data: Path, tmp_path: Path, small_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "draw_lengths", lambda *args: None)
@@ -111,9 +110,6 @@ def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_task
     small = module.replace(options, output=tmp_path / "two", memory_limit=200_000, threads=2)
     assert module.reshard(small) == len(expected)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
-    tasks = module.replace(options, output=tmp_path / "three", memory_limit=300_000, temp_dir=tmp_path / "temp")
-    assert run(tasks, 3) == len(expected)
-    assert digests(tmp_path / "three") == digests(tmp_path / "one")
 
 
 def test_row_groups_hold_about_so_much_text(data: Path, tmp_path: Path) -> None:

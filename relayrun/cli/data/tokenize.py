@@ -12,11 +12,9 @@ import os
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.errors import ConfigError, RelayrunError
+from relayrun.errors import ConfigError
 from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags, options_from_flags
-
-SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
 def add_download_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +87,12 @@ def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N")
     add("--split-overlap", type=int, default=0, metavar="M", help="characters of a row that the next one repeats")
     add("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
-    limit = "of the process, on several nodes of each (default: %(default)s)"
-    add("--memory-limit", type=_finite, default=4, metavar="GB", help=limit)
+    add("--memory-limit", type=_finite, default=4, metavar="GB", help="default: %(default)s")
     add("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked (default: TMPDIR)")
     add("--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)")
     bad = "skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)"
     add("--on-error", choices=("fail", "skip-line"), default=default("on_error"), help=bad)
-    add("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
+    add("--check", action="store_true", help="look at files, columns and memory alone; write nothing")
     parser.set_defaults(run=run_global_shuffle)
 
 
@@ -107,7 +104,7 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
         # more than it needs, too much for a small limit.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # pyarrow: slow import, not needed for --help
-    from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, reshard
+    from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, make_shuffle_plan, reshard
 
     options = ReshardOptions(
         dataset_folder=given.dataset_folder,
@@ -125,23 +122,13 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
         threads=given.threads,
         on_error=given.on_error,
     )
-    rows: int | None
-    if given.stage:
-        from relayrun.tokens.shuffle.multi_node import ReshardTask
-
-        if given.stage == "check":
-            ReshardTask(options, task=0, tasks=int(os.environ.get("NODES", "1"))).check()
-            return 0
-        if "SLURM_PROCID" not in os.environ:
-            raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")
-        task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        rows = ReshardTask(options, task=task, tasks=tasks).run(given.stage)
-    else:
-        rows = reshard(options)
-    if rows is not None:
-        picture = given.output_folder / LENGTHS_PICTURE
-        drawn = f"; length against position, before and after: {picture}" if picture.exists() else ""
-        print(f"{rows:,} rows in {given.output_folder}{drawn}")
+    if given.check:
+        make_shuffle_plan(options)
+        return 0
+    rows = reshard(options)
+    picture = given.output_folder / LENGTHS_PICTURE
+    drawn = f"; length against position, before and after: {picture}" if picture.exists() else ""
+    print(f"{rows:,} rows in {given.output_folder}{drawn}")
     return 0
 
 

@@ -3,7 +3,7 @@
 The key of a row is a 64-bit hash of the seed, the number of its file in the sorted list, and its number there. The
 output is all rows in the order of their keys, in files of equal numbers of rows. Pass 1 scatters rows to buckets on
 disk by the upper bits of the key (buckets.py), and pass 2 sorts one bucket after another in memory and writes it. So
-the same files and seed give the same bytes, whatever the memory, the threads, the buckets and the nodes; DuckDB's ORDER
+the same files and seed give the same bytes, whatever the memory, the threads and the buckets; DuckDB's ORDER
 BY of a hash does not, with several threads and files. Cost: every row is read twice and written twice; memory of a few
 buckets.
 """
@@ -184,12 +184,12 @@ def reshard(options: ReshardOptions) -> int:
     if (rows := rows_made(options, output)) is not None:
         log.info("%s: this is done already", options.output)
         return rows
-    plan = make_shuffle_plan(options, tasks=1)
+    plan = make_shuffle_plan(options)
     read = input_files(options, (file.path for file in plan.files))
     with work_folder(options.temp_dir) as work:
         with published_folder(options.output, read=read) as building:
             with Progress("reading", sum(file.size for file in plan.files)):
-                scatter_parts(plan, range(len(plan.parts)), work)
+                scatter_parts(plan, work)
             buckets = open_buckets(plan, work)
             with Progress("writing", int(buckets.counts.sum()), "rows"):
                 of_a_file = write_first_file(plan, buckets, building, work)
@@ -241,8 +241,8 @@ def draw_picture(output: Path) -> None:
         log.warning("%s: the rows are whole, their picture is missing: %s", output / LENGTHS_PICTURE, error)
 
 
-def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
-    """Inspect all files and plan for `tasks` processes. Raises InputError before anything is written."""
+def make_shuffle_plan(options: ReshardOptions) -> ShufflePlan:
+    """Inspect all files and plan the work. Raises InputError before anything is written."""
     for name in ("file_size", "row_group_size", "threads"):
         if getattr(options, name) < 1:
             raise InputError("must be at least 1", where=f"--{name.replace('_', '-')}")
@@ -265,16 +265,11 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
         if options.column not in files[0].schema.names:
             raise InputError(f"the text {options.column!r} lies in a column of structs", where="--split-rows")
     size = sum(file.size for file in files)
-    workers = tasks * options.threads
-    plan = ShufflePlan(
-        options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1
-    )
+    plan = ShufflePlan(options=options, files=tuple(files), parts=_parts(files, options.threads), buckets=1)
     plan.readers()
     rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
     writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)
     buckets = 1 + size * 5 // 4 // min(writers.each // 3, max(_ENOUGH, size // 1000))
-    if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket at their border
-        buckets = max(buckets, 16 * workers)
     return replace(plan, buckets=min(_MOST_BUCKETS, buckets))
 
 
@@ -298,8 +293,8 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
         log.warning("left out: %s, the first is %s", describe_bad_lines(faults.counts), faults.examples[0])
 
 
-def scatter_parts(plan: ShufflePlan, parts: Iterable[int], work: Path) -> None:
-    """Run pass 1 for these parts, except finished ones."""
+def scatter_parts(plan: ShufflePlan, work: Path) -> None:
+    """Run pass 1."""
     readers = plan.readers()
 
     def one(part: int) -> Iterator[None]:
@@ -307,8 +302,7 @@ def scatter_parts(plan: ShufflePlan, parts: Iterable[int], work: Path) -> None:
         partition = BucketSplitter(plan.buckets, plan.buffer)
         yield from scatter_rows(_keyed_part(plan, part, lengths), part_stem(work, part), partition, lengths)
 
-    missing = [part for part in parts if not part_stem(work, part).with_suffix(".npz").exists()]
-    run_in_threads([one(part) for part in missing], readers.threads)
+    run_in_threads([one(part) for part in range(len(plan.parts))], readers.threads)
     pa.default_memory_pool().release_unused()  # pass 2 has buffers of other sizes
 
 
