@@ -289,7 +289,7 @@ def test_a_full_disk_says_since_when_what_is_missing_and_what_could_go(
         return run_status.read_run_status(site.run, waiting, now=NOW, plan=site.plan).disk
 
     could_go = (
-        "; could go: 3.0 MB in older checkpoints (iteration 3, 2, 1; checkpoint.keep_last), 500.0 kB in "
+        "; could go: 3.1 MB in older checkpoints (iteration 3, 2, 1; checkpoint.keep_last), 500.0 kB in "
         f"{site.run.checkpoints}/.quarantine, 200.0 kB in logs in {folder}"
     )
     assert disk() == [
@@ -299,7 +299,7 @@ def test_a_full_disk_says_since_when_what_is_missing_and_what_could_go(
     left = 900_000
     words = f"too full for a checkpoint: 900.0 kB left below {site.run.checkpoints}; a checkpoint takes 1.0 MB"
     assert disk() == [words + could_go]
-    left = 1_000_000
+    left = ONE
     assert disk() == []
 
 

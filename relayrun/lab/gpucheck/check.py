@@ -69,7 +69,7 @@ PARTS: tuple[CheckPart, ...] = (
     _part("kernels", "kernels", 80, "every kernel once: compiler, Adam, attention, models, copies, a fork, an export"),
     _part("resume", "resume", 85, "runs that are cut and resumed, and ranks that die and go on inside their job"),
     _part("performance", "save", 45, "what a save holds up, and a load"),
-    _part("performance", "speed", 65, "a 1B model: batch, MFU, memory, one trace"),
+    _part("performance", "speed", 80, "a 1B model: batch, MFU, memory, one trace"),
     _part("kernels", "layouts", 180, "two ranks, in every way that a model is split", gpus=2),
 )
 MINUTES = 5
