@@ -25,13 +25,8 @@ TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyz0123456789"
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     made = make_run(folder / "run", make_hf(folder / "hf"))
-    made.run.debug_of(1).mkdir(parents=True)
-    (made.run.debug_of(1) / "compute_environment.txt").write_text(
-        "== date\n2026\n\n== code\n/a/checkout\ncommit 0123abc\n\n== difference to the commit\n+a line\n\n"
-        "== packages\nmegatron-core==0.16.1\ntorch==2.13.0\n"
-    )
     command = ["export", "hf", str(made.run.path), "--output", str(folder / "out"), "--max-shard-size", "200KB"]
-    assert main([*command, "--readme"]) == 0
+    assert main(command) == 0
     return folder / "out"
 
 
@@ -90,20 +85,13 @@ def test_a_branch_and_a_repository_for_all(exported: Path, hub: HubServer) -> No
     assert [(name, branch) for name, branch, _ in hub.commits] == [("my-lab/open", "step-7")]
 
 
-def test_an_export_is_pushed_with_its_card(
+def test_an_export_is_pushed(
     exported: Path, hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = exported.parent / "run"
     assert main(["export", "hf", str(run), "--output", str(tmp_path / "out"), "--push-to", "my-lab/pushed"]) == 0
     ((_, _, found),) = hub.commits
     assert of_commit(found) == digests(tmp_path / "out")
-    card = found["README.md"].decode()
-    assert "A Llama with " in card
-    assert "tags: [llama, relayrun]" in card
-    assert "| train | 1 | 56 | 7,168 |" in card
-    assert "Trained with relayrun at commit 0123abc, with changes, torch 2.13.0, megatron-core 0.16.1." in card
-    assert f"{(exported.parent / 'hf/tokenizer.json').name}" in card
-    assert "| tokens | 7,168 |" in card
     everything = b"".join(found.values()) + b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     said = capsys.readouterr()
     assert TOKEN not in said.out + said.err

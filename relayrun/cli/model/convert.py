@@ -42,14 +42,13 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--tokenizer", "--hf-tokenizer", metavar="PATH", help=words)
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
-    hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
     words = "import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)"
     hf.add_argument("--mapping", metavar="MODULE:NAME", help=words)
     words = (
         "Hugging Face folder that the training began with, whose settings are kept (default: that of the run's import)"
     )
     hf.add_argument("--original", type=Path, metavar="DIR", help=words)
-    words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card"
+    words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does"
     hf.add_argument("--push-to", metavar="OWNER/NAME", help=words)
     hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
     engines, words = ("transformer_engine", "local"), "whose names the weights get"
@@ -80,7 +79,7 @@ def export_hf(options: argparse.Namespace) -> int:
 
 
 def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: InputFiles, limit: int) -> list[str]:
-    from relayrun.train.export import compare_logits, huggingface, model_card  # torch: seconds
+    from relayrun.train.export import compare_logits, huggingface  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
     with new_folder(options.output, read) as folder:
@@ -88,8 +87,6 @@ def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: Input
             source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
         )
         notes = [f"note: {note}" for note in [*made.notes, *compare_logits.check_opens(source, folder)]]
-        if options.readme or (options.push_to is not None and source.run is not None):
-            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
         if options.test_logits:
             found = compare_logits.check_logits(source, folder, made.rounded)
             notes.append(

@@ -127,11 +127,9 @@ SHARD_SIZE = 5_000_000_000
 class HuggingFaceExport:
     """Weights of an export."""
 
-    mapping: ModelMapping
     parameters: int
     bytes: int
     """Bytes of the weights in the folder."""
-    dtype: str
     files: int
     notes: tuple[str, ...] = ()
     """Differences from the original, and from the type that was asked for, one line each."""
@@ -165,9 +163,7 @@ def write_huggingface(
     pieces = [replace(piece, key=keys[piece.key]) for piece in chosen.pieces(model, made["vocab_size"])]
     constants = {key: torch.tensor(value) for key, value in chosen.constants_of(model.num_layers).items()}
     files, parameters = _write_weights(weights, pieces, constants, folder, name, max_shard_size)
-    return HuggingFaceExport(
-        chosen, parameters, parameters * of.itemsize, name, files, tuple(original.differences), rounded
-    )
+    return HuggingFaceExport(parameters, parameters * of.itemsize, files, tuple(original.differences), rounded)
 
 
 def _write_weights(
