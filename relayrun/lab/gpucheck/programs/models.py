@@ -220,7 +220,6 @@ def export_and_compare() -> None:
     program.write(
         {
             "parameters": made.parameters,
-            "type": made.dtype,
             "tokens": found.tokens,
             "difference": found.difference,
             "largest": found.largest,
