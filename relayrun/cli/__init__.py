@@ -45,7 +45,7 @@ COMMANDS = {
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "trial": ("site.lab", "whether a program resumes and leaves when asked, in a short run that is killed on purpose"),
     "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes; writes its site file"),
-    "completion": ("site.completion", "a script that completes commands, options, runs and settings in a shell"),
+    "completion": ("site.completion", "a script that completes commands, options, runs and settings in Bash"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
     "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),
     "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),

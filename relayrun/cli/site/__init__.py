@@ -1,6 +1,6 @@
 """Commands that set up and test an installation.
 
 new_project    init
-completion     completion of commands in Bash, zsh and fish
+completion     completion of commands in Bash
 lab            gpu-check, drill, site probe
 """

@@ -1,7 +1,7 @@
-"""`relayrun completion`: a script that completes commands, options, runs, configs and settings in a shell.
+"""`relayrun completion`: a script that completes commands, options, runs, configs and settings in Bash.
 
 The script contains the commands and options of this installation, so relayrun does not start while a user types: a
-completion takes milliseconds. All three shells call the same lines of Bash.
+completion takes milliseconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.config.compose import describe
-
-SHELLS = ("bash", "zsh", "fish")
 
 ENGINE_SCRIPT = Path(__file__).with_name("completion.sh")
 
@@ -35,52 +33,17 @@ _relayrun() {{
 complete -o default -F _relayrun relayrun
 """
 
-_ZSH = """\
-#compdef relayrun
-# Completion of relayrun for zsh: `source <(relayrun completion zsh)` in ~/.zshrc, behind compinit. Bash does the work.
-_relayrun_engine={engine}
-_relayrun() {{
-  local -a found
-  local asked="${{_relayrun_engine}}"$'\\n''relayrun_candidates "$@"'
-  found=("${{(@f)$(bash -c "${{asked}}" relayrun "${{(@)words[2,CURRENT]}}")}}")
-  found=(${{found:#}})
-  if (( ${{#found}} )); then
-    compadd -S '' -- "${{(@M)found:#*[=/]}}"
-    compadd -- "${{(@)found:#*[=/]}}"
-  else
-    _files
-  fi
-}}
-compdef _relayrun relayrun
-"""
-
-_FISH = """\
-# Completion of relayrun for fish: `relayrun completion fish | source` in config.fish. Bash does the work.
-set -g _relayrun_engine {engine}
-function _relayrun
-    set -l words (commandline -opc)
-    bash -c "$_relayrun_engine"\\n'relayrun_candidates "$@"' relayrun $words[2..-1] (commandline -ct)
-end
-complete -c relayrun -a '(_relayrun)'
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun completion`."""
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=("bash",))
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script for a shell."""
+    """Print the script."""
     engine = f"{completion_tables()}\n{ENGINE_SCRIPT.read_text(encoding='utf-8')}"
-    if options.shell == "bash":
-        print(_BASH.format(engine=engine), end="")
-    elif options.shell == "zsh":
-        print(_ZSH.format(engine=shlex.quote(engine)), end="")
-    else:
-        quoted = engine.replace("\\", "\\\\").replace("'", "\\'")
-        print(_FISH.format(engine=f"'{quoted}'"), end="")
+    print(_BASH.format(engine=engine), end="")
     return 0
 
 
