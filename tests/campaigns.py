@@ -43,22 +43,6 @@ open(os.path.join(sys.argv[1], "found.json"), "w").write(json.dumps(state))
 """What a stage executes that evaluates: {run_dir} and {checkpoint}."""
 
 
-CONVERT = """
-import os, sys
-os.makedirs(sys.argv[1])
-open(os.path.join(sys.argv[1], "config.json"), "w").write("{}")
-"""
-SCORE = """
-import json, os, sys
-if not os.path.exists(sys.argv[2]):
-    open(sys.argv[2], "w").close()
-    os.kill(os.getppid(), 9)
-    sys.exit(1)
-open(sys.argv[1], "w").write(json.dumps({"task": {"acc": 0.5}}))
-"""
-"""The program that evaluates; its first call kills the job that it runs in."""
-
-
 def words(folder: Path, last: int, *, seconds: float = 0.05, every: int = 2) -> list[str]:
     """The command of a run of so many iterations."""
     return [sys.executable, str(folder / "train.py"), "{checkpoints}", str(last), str(seconds), str(every)]
@@ -75,22 +59,6 @@ def write_stages(folder: Path, *, seconds: float = 0.05, **sections: Any) -> Pat
         "evaluate": {"from": "long", "config": "look.yaml"},
     }
     return write_config(folder, "plan", stages=stages, seconds=seconds, **sections)
-
-
-def write_evaluated_stages(folder: Path, **sections: Any) -> Path:
-    """A config of two stages. The second one waits for an evaluation of the end of the first, which is not planned:
-    the program alone knows where it ends. The first job of the evaluation dies."""
-    for name, program in (("convert", CONVERT), ("score", SCORE)):
-        (folder / f"{name}.py").write_text(program)
-    evaluation = {
-        "interval": 1000,
-        "convert": [sys.executable, str(folder / "convert.py"), "{model}"],
-        "command": [sys.executable, str(folder / "score.py"), "{results}", str(folder / "scored")],
-        "job": {"time": "5"},
-    }
-    stages = {"stable": None, "long": {"from": "stable", "evaluated": True, "command.run": words(folder, 6)}}
-    command = {"steps": None, "leave_signal": "SIGTERM"}
-    return write_config(folder, "plan", command=command, evaluation=evaluation, stages=stages, **sections)
 
 
 def write_config(folder: Path, name: str = "tiny", *, seconds: float = 0.05, **sections: Any) -> Path:

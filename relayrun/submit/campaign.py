@@ -233,7 +233,7 @@ def start_condition(member: CampaignMember) -> str:
     if member.source is None:
         return ""
     at = member.source if member.iteration is None else f"{member.source}:{member.iteration}"
-    return f"from {at}" + (", evaluated" if member.evaluated else "")
+    return f"from {at}"
 
 
 def _node_hours(member: CampaignMember) -> float | None:

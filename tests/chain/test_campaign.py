@@ -18,15 +18,12 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain.campaign import CampaignPassResult, condition_readiness, start_due_in_campaign
-from relayrun.control.chain.evaluation_jobs import submit_due_evaluations as attend_evaluations
 from relayrun.control.chain.evaluation_jobs import submit_stage_evaluation
 from relayrun.control.rundir import campaign, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
-from relayrun.control.rundir.evaluations import EvaluationClaim, EvaluationPolicy, EvaluationResult, SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
-from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import TooManyJobsError
 from relayrun.errors import RunDirError
 from relayrun.submit.campaign import TAKE_OVER_HINT
@@ -299,28 +296,14 @@ def test_a_stage_begins_when_its_iteration_is_durable_and_that_checkpoint_stays_
     assert campaign.iterations_held_by_campaign(stable) == set()
 
 
-def evaluates(run: Run) -> None:
-    """Let the run evaluate its last iteration, which its program alone knows."""
-    run.evaluations.mkdir()
-    EvaluationPolicy(interval=1000, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
-    run.evaluation_script.write_text("#!/bin/bash\n")
+AFTER = {"name": "long", "source": "stable", "counts_from_zero": True}
 
 
-def evaluation_jobs(run: Run, slurm: FakeSlurm) -> list[str]:
-    """Ids of all jobs that were ever queued for evaluations of a run."""
-    name = f"{Plan.load(run).job_name}-iter_"
-    return [job_id for job_id, job in slurm.jobs().items() if job["name"].startswith(name)]
-
-
-AFTER = {"name": "long", "source": "stable", "evaluated": True, "counts_from_zero": True}
-
-
-def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make: Make) -> None:
+def test_a_stage_waits_for_the_end_of_the_one_before(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER), {"name": "last", "after": "long"})
     start_due_in_campaign(folder)
     stable, whole = member_run(folder, "stable"), Campaign.load(folder)
     saved(stable, 20)
-    evaluates(stable)
 
     def why(name: str = "long", *, stuck: bool = False) -> str:
         look = start_due_in_campaign(folder)
@@ -333,14 +316,6 @@ def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make
     assert why(stuck=True) == "waits for stable, which ended: stopped by ada"
     stable.stop.unlink()
     write_stop(stable, ChainEnd("done", "the last iteration, 20, is durable"))
-    assert why() == "waits for the evaluation of stable:20, which has no result yet"
-    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="failed", time=0.0, error="no"))
-    at = stable.evaluations / "iter_0000020-0001"
-    failed = f"waits for the evaluation of stable:20, which failed: no; to have it tried again, remove {at}"
-    assert why(stuck=True) == failed
-    shutil.rmtree(at)
-    assert why() == "waits for the evaluation of stable:20, which has no result yet"
-    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="done", time=0.0))
     assert len(start_due_in_campaign(folder).begun) == 1
     assert why("last") == "waits for the end of long"
     plan = Plan.load(member_run(folder, "long"))
@@ -349,76 +324,6 @@ def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make
     write_stop(member_run(folder, "long"), ChainEnd("done", "the last iteration, 40, is durable"))
     assert len(start_due_in_campaign(folder).begun) == 1
     assert Plan.load(member_run(folder, "last")).load_path is None
-
-
-def ended_unevaluated(folder: Path, *, ended: str) -> Run:
-    """The chain of the first stage has ended, and nobody of it queued the evaluation."""
-    start_due_in_campaign(folder)
-    stable = member_run(folder, "stable")
-    saved(stable, 20)
-    evaluates(stable)
-    write_stop(stable, ChainEnd("done", ended))
-    return stable
-
-
-@pytest.mark.parametrize(
-    "ended",
-    [
-        "the last iteration, 20, is durable",
-        "iteration 20 is durable, and training.stop_after ends the run there",
-        "the program ended by itself, with exit code 0",
-    ],
-)
-def test_an_evaluation_that_a_stage_waits_for_is_attended_when_the_chain_is_over(make: Make, ended: str) -> None:
-    """Also of a checkpoint at which the source ends, but is not to be evaluated by its interval."""
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended=ended)
-    for _ in range(3):
-        assert start_due_in_campaign(folder) == CampaignPassResult()
-    (job,) = evaluation_jobs(stable, slurm)
-    assert [commit.iteration for _, commit in evaluations.due_checkpoints(stable)] == [20]  # its job will find it so
-    slurm.set(job, state="COMPLETED")
-    evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="done", time=0.0))
-    assert len(start_due_in_campaign(folder).begun) == 1
-
-
-def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make) -> None:
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    for number in (1, 2, 3):
-        assert start_due_in_campaign(folder) == CampaignPassResult()
-        found = evaluation_jobs(stable, slurm)
-        assert len(found) == number
-        claim = EvaluationClaim(job_id=found[-1], node="n1", time=0.0)
-        claim.write(evaluations.evaluation_dir(stable, 20, 1).claim)
-        slurm.set(found[-1], state="NODE_FAIL")
-    for _ in range(3):
-        look = start_due_in_campaign(folder)
-    assert len(evaluation_jobs(stable, slurm)) == 3
-    assert look.stuck["long"].startswith("waits for the evaluation of stable:20, which failed: job ")
-
-
-def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    start_due_in_campaign(folder)
-    (job,) = evaluation_jobs(stable, slurm)
-    slurm.set(job, reason="Priority")
-    assert start_due_in_campaign(folder) == CampaignPassResult()
-    slurm.set(job, reason="QOSMaxCpuPerJobLimit")
-    words = f"waits for the evaluation of stable:20, whose job {job} never starts: QOSMaxCpuPerJobLimit"
-    assert start_due_in_campaign(folder).stuck == {"long": words}
-
-
-def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    start_due_in_campaign(folder)
-    slurm.set(evaluation_jobs(stable, slurm)[0], state="CANCELLED")
-    for _ in range(2):
-        look = start_due_in_campaign(folder)
-    assert len(evaluation_jobs(stable, slurm)) == 1
-    assert "which failed: job" in look.stuck["long"]
 
 
 def test_a_member_that_cannot_be_read_holds_its_own_checkpoint_alone(make: Make) -> None:
@@ -439,69 +344,6 @@ def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
     look = start_due_in_campaign(folder)
     assert jobs_by_name(slurm) == ["02"]
     assert look.stuck["01"].startswith("01 cannot begin: ")
-
-
-@pytest.mark.parametrize("trouble", ["no section", "another run's"])
-def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> None:
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    words = "has no section `evaluation` any more"
-    if trouble == "no section":
-        stable.evaluation_policy.unlink()
-    else:
-        words = "is another run's checkpoint"
-        stable.attempt(1).commits.unlink()
-        other = stable.path.with_name("other") / "checkpoints/iter_0000020"
-        other.mkdir(parents=True)
-        began(stable, 1, base=20, base_path=str(other))
-    assert start_due_in_campaign(folder).stuck == {"long": f"waits for the evaluation of stable:20, which {words}"}
-    assert evaluation_jobs(stable, slurm) == []
-
-
-def test_two_who_attend_at_once_queue_one_evaluation(make: Make) -> None:
-    """The chain of a run, and whoever looks after the stage that waits: a second job would end without a result."""
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    threads = [threading.Thread(target=start_due_in_campaign, args=(folder,)) for _ in range(4)]
-    evaluations.request_evaluation(stable, evaluations.evaluation_dir(stable, 20, 1))
-    plan = Plan.load(stable)
-    threads += [
-        threading.Thread(target=attend_evaluations, args=(stable, plan, scheduler_for_plan(plan, stable, patience=0)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert len(evaluation_jobs(stable, slurm)) == 1
-
-
-@pytest.mark.slow
-@EVERYTHING
-def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
-    make: Make, tmp_path: Path, everything: bool
-) -> None:
-    """Who looks after a stage is killed, or meets an error, around the evaluation that the stage waits for."""
-    folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
-    work, template, queued = folder.parent, tmp_path / "template", slurm.jobs()
-    shutil.copytree(work, template)
-
-    def look() -> int:
-        start_due_in_campaign(folder)
-        return 0
-
-    undisturbed = run_child(look, work, slurm)
-    assert undisturbed.code == 0, undisturbed.output
-    assert len(evaluation_jobs(stable, slurm)) == 1
-
-    def judge(_: Fault, done: Reached) -> str:
-        found = evaluation_jobs(stable, slurm)
-        record = SubmittedEvaluation.read(evaluations.evaluation_dir(stable, 20, 1).submitted)
-        right = not done.code and len(found) == 1 and record is not None and [record.job_id] == found
-        return "" if right else f"{found}, on record {record}"
-
-    at_every_call(look, undisturbed.calls, work, template, slurm, queued, judge, everything=everything)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm, name: str, words: str) -> list[str]:

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_json_lines
 from tests.campaigns import (
     ROOT,
     attempts,
     iterations,
     relayrun,
     write_config,
-    write_evaluated_stages,
     write_stages,
 )
 from tests.waiting import wait_for
@@ -66,20 +64,6 @@ def test_stages_begin_one_behind_the_other_from_each_others_checkpoints(tmp_path
     }
     assert json.loads((runs["evaluate"].path / "found.json").read_text())["iteration"] == 6
     assert iterations(runs["long"]) == [5, 6]
-
-
-def test_a_stage_waits_for_an_evaluation_that_only_it_wants(tmp_path: Path) -> None:
-    done = relayrun("stages", "submit", write_evaluated_stages(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    stable, long = Run(tmp_path / "plan-stable"), Run(tmp_path / "plan-long")
-    assert stop_reason(stable) == "the program ended by itself, with exit code 0"
-    (result,) = read_json_lines(stable.evaluations_view)
-    assert (result["iteration"], result["status"]) == (4, "done")
-    assert len(list(stable.evaluations.glob(".tried-*"))) == 1
-    (begin,) = attempts(long)
-    assert begin.base_path == str(stable.checkpoints / "step-4")
-    assert result["time"] <= begin.start_time
-    assert iterations(long) == [5, 6]
 
 
 @pytest.mark.long

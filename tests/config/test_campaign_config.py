@@ -131,7 +131,7 @@ def test_a_branch_with_decay_is_one_line(workspace: Workspace) -> None:
         ({"a": None, "b": {"from": "a", "decay": 0}}, "decay:", ["no number of iterations"]),
         ({"a": None, "b": {"form": "a"}}, "form:", ["did you mean 'from'"]),
         ({"a": None, "b": {"from": "a", "after": "a"}}, "after:", ["`from` or `after`"]),
-        ({"a": None, "b": {"from": "a", "decay": 3, "evaluated": True}}, "evaluated:", ["no section `evaluation`"]),
+        ({"a": None, "b": {"from": "a", "evaluated": True}}, "evaluated:", ["nothing that a stage has"]),
         ({"a": None, "b": {"from": "a", "decay": 3, "training.seq_length": 32}}, "from:", ["no_load_data"]),
         ({"a": None, "b": {"from": "a", "decay": 3, "model.hidden_size": 32}}, "from:", ["stage b", "hidden_size"]),
         ({"a": None, "b": {"from": "a", "training.stepps": 30}}, "training.stepps", ["did you mean"]),

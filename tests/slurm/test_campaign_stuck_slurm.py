@@ -1,4 +1,4 @@
-"""What holds up a run of a campaign on a real Slurm: it holds up no other, and an evaluation that dies comes again."""
+"""What holds up a run of a campaign on a real Slurm: it holds up no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_json_lines
-from tests.campaigns import attempts, iterations, write_config, write_evaluated_stages
+from tests.campaigns import attempts, iterations, write_config
 
 from .cluster import ROOT, TestCluster
 from .test_campaign_slurm import SITE
@@ -31,24 +30,3 @@ def test_a_run_that_slurm_refuses_holds_up_no_other(cluster: TestCluster, tmp_pa
     assert attempts(Run(tmp_path / "tiny-01")) == []
     shown = cluster.run([*command, "status", tmp_path / "tiny"], cwd=ROOT)
     assert "its first job is refused: sbatch: " in shown.stderr
-
-
-def test_an_evaluation_that_dies_comes_again_and_the_stage_begins(cluster: TestCluster, tmp_path: Path) -> None:
-    """Nobody of the chain before is there any more; here the sentinel looks, in the place of cron."""
-    config = write_evaluated_stages(tmp_path, cluster=SITE)
-    cluster.run([sys.executable, "-m", "relayrun.cli", "stages", "submit", config], cwd=ROOT)
-    stable, long = Run(tmp_path / "plan-stable"), Run(tmp_path / "plan-long")
-    cluster.wait_until(lambda: stop_reason(stable), timeout=300, what="the first stage is done")
-
-    def looked() -> bool:
-        cluster.run([sys.executable, "-m", "relayrun.cli", "sentinel", tmp_path], cwd=ROOT)
-        return stop_reason(long) is not None
-
-    cluster.wait_until(looked, timeout=400, interval=3, what="the second stage is done")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="nothing is queued")
-    (result,) = read_json_lines(stable.evaluations_view)
-    assert (result["iteration"], result["status"]) == (4, "done")
-    assert len(list(stable.evaluations.glob(".tried-*"))) == 1
-    (begin,) = attempts(long)
-    assert begin.base_path == str(stable.checkpoints / "step-4")
-    assert iterations(long) == [5, 6]

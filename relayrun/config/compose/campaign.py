@@ -233,9 +233,6 @@ class _CampaignReader:
         after, _ = self._named(values, "after", at, before)
         if source is not None and after is not None:
             self._refuse((*at, "after"), "a stage has `from` or `after`", "leave one out")
-        evaluated = values.get("evaluated", False)
-        if not isinstance(evaluated, bool) or (evaluated and source is None):
-            self._refuse((*at, "evaluated"), "it is true or false, and goes with `from`", "leave it out")
         begins = None if source is None else self._begins_at(source, iteration, (*at, "from"))
         own = settings
         if "decay" in values:
@@ -247,8 +244,6 @@ class _CampaignReader:
         if source is not None and resolve.read_trainer(path) != "command":  # which has no setting for it
             load = f"{source.config.run_dir}" + ("" if iteration is None else f":{iteration}")
         config, given = self._run(name, own, at, path=path, load=load)
-        if evaluated and source is not None:
-            self._check_evaluated(source, iteration, (*at, "evaluated"))
         from_zero = False
         if source is not None:
             if config.trainer not in ("command", source.config.trainer):
@@ -271,7 +266,6 @@ class _CampaignReader:
             source=None if source is None else source.name,
             iteration=iteration,
             after=None if after is None else after.name,
-            evaluated=evaluated,
             counts_from_zero=from_zero,
         )
 
@@ -334,14 +328,6 @@ class _CampaignReader:
         if before.lr != own.lr:
             words = f"{source.name} has optimizer.lr {before.lr:g}, and this decay would begin at {own.lr:g}"
             self._refuse(at, words, "leave optimizer.lr out here: the decay begins at the rate of the stage before")
-
-    def _check_evaluated(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> None:
-        evaluation = source.config.evaluation
-        if evaluation is None:
-            self._refuse(at, f"{source.name} has no section `evaluation`", "give it one, or leave this out")
-        if iteration is not None and iteration % evaluation.interval and iteration != last_iteration(source.config):
-            words = f"{source.name} evaluates every {evaluation.interval} iterations, and not {iteration}"
-            self._refuse(at, words, "name a multiple of its evaluation.interval")
 
     def _check_data(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
         """Refuse another sample length, since the stage before counted samples of its own length."""

@@ -18,15 +18,12 @@ from pathlib import Path
 
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import jobs
-from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_stage_evaluation
 from relayrun.control.job_log import log_line
-from relayrun.control.rundir import campaign, checkpoint_records, evaluations
+from relayrun.control.rundir import campaign, checkpoint_records
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
-from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
 from relayrun.control.rundir.run import Run, is_stopped, read_stop
-from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_class, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
@@ -61,10 +58,6 @@ class Readiness:
     """It starts only if a person changes something, as far as known."""
     again: float = 0.0
     """Time of the next try after a refusal of Slurm, in seconds since 1970."""
-    awaited: tuple[Run, EvaluationDir] | None = None
-    """The evaluation that it waits for, and the run of that evaluation."""
-    what: str = ""
-    """The awaited evaluation in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +171,6 @@ def _begin_due(
 ) -> CampaignPassResult:
     begun: list[str] = []
     stuck = _stuck(judged)
-    for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
-        submit_stage_evaluation(run, evaluation)
-    stuck |= _never_evaluated(whole, judged)
     now = time.time()
     able = [(member, ready) for member, ready in judged if ready.base is not None]
     due = [entry for entry in able if not entry[1].stuck]  # members that Slurm refused come last
@@ -195,22 +185,6 @@ def _begin_due(
         except MemberStartError as error:
             stuck[member.name] = error.message
     return CampaignPassResult(begun=begun, stuck=stuck)
-
-
-def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
-    """Return, by member, that the job of its awaited evaluation never starts unless a person changes something."""
-    waiting = [(member.name, ready.what, *ready.awaited) for member, ready in judged if ready.awaited is not None]
-    try:
-        names = [(run, [evaluation_job_name(Plan.load(run), folder)]) for _, _, run, folder in waiting]
-        queued = scheduler_class(whole.scheduler).queued_jobs(names, patience=0)
-    except _UNREADABLE:  # the next look sees it
-        return {}
-    return {
-        name: f"{what}, whose job {each.id} never starts: {each.reason}"
-        for (name, what, *_), found in zip(waiting, queued, strict=True)
-        for each in found
-        if slurm_states.never_starts(each.reason)
-    }
 
 
 def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patience: float) -> str:
@@ -309,25 +283,7 @@ def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readi
             why = f"waits for iteration {member.iteration} of {before}" + (f" ({fault})" if fault else "") + how
             return Readiness(why=why, stuck=ended is not None)
         base = ResumePoint.of(commit)
-    return _readiness_after_evaluation(before, run, base) if member.evaluated else Readiness(base=base)
-
-
-def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Readiness:
-    """`condition_readiness` of a member that also waits for the evaluation of its checkpoint."""
-    what = f"waits for the evaluation of {before}:{base.iteration}"
-    folder = None if base.path is None else evaluations.evaluation_of_checkpoint(run, base.path)
-    if folder is None:
-        return Readiness(why=f"{what}, which is another run's checkpoint", stuck=True)
-    result = EvaluationResult.read(folder.result)
-    if result is not None and result.status == "done":
-        return Readiness(base=base)
-    if result is not None and not evaluations.may_retry(folder, result):
-        error = f": {result.error.partition(chr(10))[0]}" if result.error else ""
-        why = f"{what}, which failed{error}; to have it tried again, remove {folder.path}"
-        return Readiness(why=why, stuck=True)
-    if not run.evaluation_policy.exists():
-        return Readiness(why=f"{what}, which has no section `evaluation` any more", stuck=True)
-    return Readiness(why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
+    return Readiness(base=base)
 
 
 def _room(folder: Path, whole: Campaign, due: int, leaving: Run | None, patience: float) -> int:

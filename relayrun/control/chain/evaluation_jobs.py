@@ -33,7 +33,7 @@ LOCK_PATIENCE = 5.0
 
 def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     """Submit due evaluations, and record those whose jobs ended without a result. Errors are logged."""
-    with _evaluation_lock(run, patience=LOCK_PATIENCE):  # even if another process hangs: this may be the last look
+    with _evaluation_lock(run):  # even if another process hangs: this may be the last look
         _attend_all(run, plan, scheduler)
 
 
@@ -45,35 +45,13 @@ def submit_left_evaluations(run: Run) -> None:
         submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
 
 
-def submit_stage_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died. The run's
-    chain may have ended, so that no other process would submit it. Errors are logged and left for later."""
-    with _evaluation_lock(run, patience=0) as mine:
-        if not mine:
-            return
-        try:
-            plan = Plan.load_trusted(run)
-            scheduler = scheduler_for_plan(plan, run, patience=0)
-            evaluations.request_evaluation(run, folder)
-            _attend_all(run, plan, scheduler)
-            result = EvaluationResult.read(folder.result)
-            if result is not None and evaluations.may_retry(folder, result):
-                evaluations.retry_evaluation(folder)
-                evaluations.request_evaluation(run, folder)
-                _attend_all(run, plan, scheduler)
-        except (RelayrunError, OSError) as error:
-            log_line(f"an evaluation is left for later: {getattr(error, 'message', error)}")
-
-
 @contextlib.contextmanager
-def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
-    """Hold the lock of a run's evaluations, or none on a file system without locks; yield whether it is held."""
+def _evaluation_lock(run: Run) -> Iterator[None]:
+    """Hold the lock of a run's evaluations for a while of waiting, or none on a file system without locks."""
     with contextlib.ExitStack() as stack:
-        try:
-            held = stack.enter_context(folder_lock(run.evaluations, patience=patience))
-        except OSError:  # no evaluations, no locks, or a full disk, which the next write reports
-            held = True
-        yield held
+        with contextlib.suppress(OSError):  # no evaluations, no locks, or a full disk, which the next write reports
+            stack.enter_context(folder_lock(run.evaluations, patience=LOCK_PATIENCE))
+        yield
 
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
@@ -106,7 +84,6 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
         time=time.time(),
         job_id=known.job_id,
         error=error,
-        died=job is None or job.state != "CANCELLED",  # a person's cancellation stands
     )
     evaluations.record_result(run, result)
     log_line(f"evaluation of iteration {folder.iteration} failed: {error}")

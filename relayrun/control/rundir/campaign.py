@@ -45,8 +45,6 @@ class CampaignMember(Record):
     """The iteration of that checkpoint; None: the last one, when `source` is done."""
     after: str | None = None
     """A member that must be done, and whose checkpoint is not used."""
-    evaluated: bool = False
-    """It also waits for an evaluation of the checkpoint of `source`."""
     counts_from_zero: bool = False
     """Its iterations start at 0: it takes only the weights of the checkpoint, or has none."""
 

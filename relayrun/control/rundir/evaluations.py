@@ -2,7 +2,6 @@
 
 evaluations/policy.json          which checkpoints are due, by the newest submit
 evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by the submitter of the job (mkdir)
-    wanted                         a stage waits for it, whatever the policy says
     not_queued.json                why it has no job yet, by the supervisor
     submitted.json                 its job, by the supervisor
     .result.json.lock              names the process that evaluates the checkpoint, any other one is refused meanwhile
@@ -11,7 +10,6 @@ evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: mad
     model/                         the exported folder, as long as it is needed or kept
     scores.json                    the output of the user's command (`evaluation.command`)
     result.json                    by the job; by the supervisor if the job ended without a result
-evaluations/.tried-...           an evaluation whose job died, and that was started again
 evaluations.jsonl                one line per result
 """
 
@@ -29,9 +27,6 @@ from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import write_atomic
-
-MAX_TRIES = 3
-"""Maximum number of jobs of an evaluation that a stage waits for, if each dies."""
 
 EvaluationScores = dict[str, dict[str, float]]
 """Metrics and values by task, or by validation set."""
@@ -104,8 +99,6 @@ class EvaluationResult(Record):
     """Program and version, few-shot examples, limit."""
     model: str | None = None
     """The exported folder, if it is kept."""
-    died: bool = False
-    """Its job ended without a result and without a cancellation: its node was lost, for example."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +107,6 @@ class EvaluationDir:
 
     path: Path
 
-    wanted = PathIn("wanted")
     submitted = PathIn("submitted.json")
     not_queued = PathIn("not_queued.json")
     claim = PathIn("claim.json")
@@ -141,12 +133,11 @@ def due_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
         return []
-    wanted = {(folder.iteration, folder.attempt) for folder in all_evaluations(run) if folder.wanted.exists()}
     found = []
     for counted in checkpoint_records.Lineage(run).backwards():
         iteration = counted.commit.iteration
         due = iteration % policy.interval == 0 or iteration == policy.total_steps
-        if counted.published and (due or (iteration, counted.attempt) in wanted):
+        if counted.published and due:
             found.append((counted.attempt, counted.commit))
     return found[::-1]
 
@@ -158,34 +149,6 @@ def unqueued_iterations(run: Run) -> dict[int, str]:
     return {
         each.iteration: known.error if (known := UnqueuedEvaluation.read(each.not_queued)) else "" for each in waiting
     }
-
-
-def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
-    """Return the evaluation folder of a checkpoint, existing or not; None if the run has not published it."""
-    for counted in checkpoint_records.Lineage(run).backwards():
-        if counted.published and counted.commit.path == path:
-            return evaluation_dir(run, counted.commit.iteration, counted.attempt)
-    return None
-
-
-def request_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """Have a checkpoint evaluated, whatever the policy says."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.wanted.touch()
-
-
-def may_retry(folder: EvaluationDir, result: EvaluationResult) -> bool:
-    """Return whether an evaluation failed because its job died, and fewer than MAX_TRIES jobs died."""
-    return result.died and len(_tried_folder(folder)) < MAX_TRIES - 1
-
-
-def retry_evaluation(folder: EvaluationDir) -> None:
-    """Move away the files of a job that died, as if the checkpoint had not been evaluated."""
-    os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried_folder(folder)) + 1}"))
-
-
-def _tried_folder(folder: EvaluationDir) -> list[Path]:
-    return list(folder.path.parent.glob(f".tried-{folder.path.name}-*"))
 
 
 def iterations_held_by_evaluations(run: Run) -> set[int]:
