@@ -133,10 +133,7 @@ def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
     (stay,) = found.allocations
     assert stay.allocated == found.allocated == sum(booked(cluster, run))
     assert 0 < stay.parts["given up"] < 40 * MICROSECONDS_PER_SECOND
-    first, second = stay.restarts
-    assert "given up" not in first.parts
-    assert stay.parts["step"] == first.parts["step"] + second.parts["step"]
-    assert stay.stepped == first.parts["step"] / 2 + second.parts["step"]
+    assert stay.parts["step"] / 2 < stay.stepped < stay.parts["step"]
 
 
 PROLOG = 25.0

@@ -187,15 +187,14 @@ def test_the_commands_of_the_page_and_what_it_shows(
     assert main(as_json[1:]) == 0
     value = json.loads(capsys.readouterr().out)
     assert sum(value["node_seconds"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
-    assert sum(value["google"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
     assert [each["times_from"] for each in value["attempts"]] == ["sacct", "sacct"]
     assert main(["goodput", str(run.path), str(run.path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
 
 
 def test_the_table_of_the_page_is_that_of_the_program() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| (.+) \| (\w+) \|$", PARTS_PAGE, re.M)
-    assert rows == [(part.name, part.words, part.google or "productive") for part in PARTS]
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", PARTS_PAGE, re.M)
+    assert rows == [(part.name, part.words) for part in PARTS]
 
 
 def test_a_run_without_an_attempt_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +274,6 @@ def written(folder: Path, lines: list[dict[str, Any]]) -> list[MetricsBlock]:
 def booked(folder: Path, lines: list[dict[str, Any]], place: NodeAllocation) -> dict[str, float]:
     found = attribute_time(place, written(folder, lines))
     assert sum(found.parts.values()) == (found.end - found.start) * place.nodes
-    assert sum(sum(each.parts.values()) for each in found.restarts) == sum(found.parts.values())
     return seconds(found.parts)
 
 
@@ -377,21 +375,23 @@ def failed(number: int, at: float, **changes: Any) -> FailedRestart:
     return FailedRestart(restart=number, time=at, **(values | changes))
 
 
-def by_round(found: AttributedTime) -> list[dict[str, float]]:
-    return [seconds(each.parts) for each in found.restarts]
+def together(*restarts: dict[str, float]) -> dict[str, Any]:
+    """The parts of several starts of the ranks in one account."""
+    names = dict.fromkeys(name for each in restarts for name in each)
+    return {name: pytest.approx(sum(each.get(name, 0.0) for each in restarts)) for name in names}
 
 
-def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
+def test_every_restart_is_booked(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     place = stay(facts=facts(rollbacks=[1], failed_restarts=[failed(1, 15.0)], **done), end=25.0)
     found = attribute_time(place, written(tmp_path, lines))
-    assert by_round(found) == [
+    assert seconds(found.parts) == together(
         START | {"step": 2.0, "redone": 2.0 + 1.0},  # the step that was under way
         {"recovery": 7.0, "step": 2.0, "end": 1.0},
-    ]
-    assert [each.redone_iterations for each in found.restarts] == [1, 0]
+    )
+    assert found.work.redone_iterations == 1
     assert sum(found.parts.values()) == 25 * MICROSECONDS_PER_SECOND
 
 
@@ -406,11 +406,11 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
     done = {"outcome": outcome, "end": ended(40.0, cause="done", code=0)}
     place = stay(facts=facts(failed_restarts=restarts, hangs={1: hang}, **done), end=41.0)
     found = attribute_time(place, written(tmp_path, lines))
-    assert by_round(found) == [
-        START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": pytest.approx(0.1)},
-        {"recovery": pytest.approx(9.9)},
+    assert seconds(found.parts) == together(
+        START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": 0.1},
+        {"recovery": 9.9},
         {"recovery": 6.0, "step": 4.0, "end": 1.0},
-    ]
+    )
 
 
 def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_restart(tmp_path: Path) -> None:
@@ -420,17 +420,17 @@ def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_restart(tmp_pa
     restarts = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
     place = stay(facts=facts(started=started, failed_restarts=restarts, **done), end=25.0)
     found = attribute_time(place, written(tmp_path, [step(1, 24.0, 3.0)]))
-    assert by_round(found) == [
+    assert seconds(found.parts) == together(
         {"prolog": 1.0, "supervisor": 1.0, "failed start": 10.0},
         {"recovery": 9.0, "step": 3.0, "end": 1.0},
-    ]
+    )
 
 
 def test_restarts_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
     restarts = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
     place = stay(facts=facts(failed_restarts=restarts, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
     found = attribute_time(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
-    assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
+    assert seconds(found.parts) == together(START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0})
 
 
 @pytest.mark.parametrize("spare", [0, 1])
@@ -453,11 +453,11 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
     restarts = [failed(1, 15.0, lost={"n1": "n3"})]
     place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=4, spare_nodes=2)
     found = attribute_time(place, written(tmp_path, lines))
-    assert by_round(found) == [
+    assert seconds(found.parts) == together(
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
         | {"step": 4.0, "redone": 6.0, "spare": 2 * (3.0 + 2.0 + 2.0 + 3.0)},
         {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
-    ]
+    )
     assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
 
 
@@ -470,11 +470,11 @@ def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) ->
     restarts = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
     place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=4)
     found = attribute_time(place, written(tmp_path, lines))
-    assert by_round(found) == [
+    assert seconds(found.parts) == together(
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
         | {"step": 8.0, "redone": 12.0},
         {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
-    ]
+    )
     assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
     assert found.stepped == 4 * MICROSECONDS_PER_SECOND  # whatever number of nodes computed them
     assert found.work.mfu_seconds == pytest.approx(0.5 * (2.0 * 4 + 2.0 * 2))
@@ -489,17 +489,15 @@ def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> N
     place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     told: list[tuple[str, int, int, int]] = []
     found = attribute_time(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
-    assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}
+    after = {"recovery": 7.0, "step": 2.0, "end": 1.0}
+    both = {part: 2 * amount for part, amount in START.items()} | {"step": 4.0}
+    assert seconds(found.parts) == together(both | {"redone": 6.0}, after | {"given up": 5.0})
     assert sum(found.parts.values()) == sum(each[1] for each in told) == (2 * 20 + 5) * MICROSECONDS_PER_SECOND
     early = attribute_time(replace(place, resized=[(13.0, 1)]), written(tmp_path, lines))
-    assert by_round(early)[0] == {part: 2 * amount for part, amount in START.items()} | {
-        "step": 4.0,
-        "redone": 2.0 + 1.0 + 1.0,
-    }
-    assert by_round(early)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0}
+    assert seconds(early.parts) == together(both | {"redone": 2.0 + 1.0 + 1.0}, after)
     assert sum(early.parts.values()) == (2 * 13 + 12) * MICROSECONDS_PER_SECOND
     one_block = attribute_time(replace(place, facts=facts(**done), resized=[(13.0, 1)]), written(tmp_path, lines[:2]))
-    assert by_round(one_block)[0]["step"] == 2 * 2.0 + 2.0 + 1.0
+    assert seconds(one_block.parts)["step"] == 2 * 2.0 + 2.0 + 1.0
 
 
 def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

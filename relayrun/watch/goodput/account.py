@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
@@ -16,7 +15,6 @@ from relayrun.watch.goodput.ledger import (
     PART_NAMES,
     START_PARTS,
     BookedPartSink,
-    RestartTime,
     to_microseconds,
 )
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
@@ -34,8 +32,6 @@ class AllocationAccount:
     end: float
     parts: dict[str, int]
     work: CountedWork
-    restarts: Sequence[RestartTime]
-    """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
     stepped: int
     """Microseconds in which steps that count were computed, on any number of nodes."""
     waited: dict[str, int]
@@ -48,11 +44,6 @@ class AllocationAccount:
     @property
     def nodes(self) -> int:
         return self.allocation.nodes
-
-    @property
-    def failed_restarts(self) -> Sequence[FailedRestart]:
-        """Failures of the ranks, in the order of `restarts`."""
-        return [] if self.allocation.facts is None else self.allocation.facts.failed_restarts
 
     @property
     def allocated(self) -> int:
@@ -181,7 +172,6 @@ def account_for_run(
                 start=booked.start / MICROSECONDS_PER_SECOND,
                 end=booked.end / MICROSECONDS_PER_SECOND,
                 parts=booked.parts,
-                restarts=booked.restarts,
                 stepped=booked.stepped,
                 work=booked.work,
                 waited=divide_wait(allocation, found[-1].allocation if found else None),

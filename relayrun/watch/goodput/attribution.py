@@ -7,8 +7,7 @@ allocation, whatever the clocks of the records say.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from relayrun.control.rundir.restarts import resets_iteration
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, Ledger, RestartTime, to_microseconds
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, Ledger, to_microseconds
 from relayrun.watch.goodput.metrics_columns import Column, MetricsBlock
 
 LONGEST_STEP_SECONDS = 1e9
@@ -69,19 +68,10 @@ class AttributedTime:
 
     start: int
     end: int
-    restarts: Sequence[RestartTime]
-    """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
+    parts: dict[str, int]
     stepped: int = 0
     """Microseconds in which steps that count were computed, on any number of nodes."""
     work: CountedWork = field(default_factory=CountedWork)
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Parts summed over all restarts."""
-        found: Counter[str] = Counter()
-        for each in self.restarts:
-            found.update(each.parts)
-        return dict(found)
 
 
 def attribute_time(
@@ -105,7 +95,7 @@ def attribute_time(
     facts = allocation.facts
     if facts is None:
         ledger.book_until("no attempt", ledger.end)
-        return AttributedTime(start=ledger.start, end=ledger.end, restarts=ledger.restarts)
+        return AttributedTime(start=ledger.start, end=ledger.end, parts=ledger.parts)
     _attribute_start(ledger, facts)
     steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
     for block in blocks:
@@ -121,7 +111,7 @@ def attribute_time(
         start = "between" if steps.under_way == "redone" else steps.under_way
         ledger.book_until("launch" if start == "failed start" else start, to_microseconds(facts.last_sign))
     return AttributedTime(
-        start=ledger.start, end=ledger.cursor, restarts=ledger.restarts, stepped=ledger.stepped, work=steps.work
+        start=ledger.start, end=ledger.cursor, parts=ledger.parts, stepped=ledger.stepped, work=steps.work
     )
 
 
@@ -279,9 +269,8 @@ class _Steps:
         work = self.work
         seconds = _as_microseconds(columns["step_seconds"]) / MICROSECONDS_PER_SECOND
         tokens = np.nan_to_num(columns["tokens_per_second"]) * seconds
-        for each in (work, self._ledger.restarts[-1]):
-            each.iterations += int(steps.sum())
-            each.redone_iterations += int(redone.sum())
+        work.iterations += int(steps.sum())
+        work.redone_iterations += int(redone.sum())
         work.step_seconds += float(seconds[steps].sum())
         work.tokens += float(tokens[steps].sum())
         work.redone_tokens += float(tokens[redone].sum())

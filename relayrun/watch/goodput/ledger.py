@@ -1,19 +1,14 @@
-"""The parts of node time, and the ledger that books the time of one allocation into them.
-
-Each part has a group, and a category in Google's ml-goodput-measurement.
-"""
+"""The parts of node time, and the ledger that books the time of one allocation into them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput.facts import NodeAllocation
 
 PartGroup = Literal["productive", "overhead", "start", "lost", "end", "unknown"]
-_RECOVERY = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
 WHOLE_ALLOCATION_PARTS: frozenset[str] = frozenset(
     {"prolog", "supervisor", "launch", "import", "no attempt", "end", "unknown"}
 )
@@ -28,43 +23,32 @@ class NodeTimePart(NamedTuple):
 
     name: str
     group: PartGroup
-    google: str
-    """The `BadputType` of ml-goodput-measurement; empty if the time is productive there."""
     words: str
     """Activity of the nodes, for people."""
 
 
 PARTS: tuple[NodeTimePart, ...] = (
-    NodeTimePart("step", "productive", "", "forward, backward and update of steps whose result counts"),
-    NodeTimePart("data", "overhead", "DATA_LOADING_SYNC", "steps that count waited for their data"),
-    NodeTimePart("save", "overhead", "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME", "training stood still for a save"),
-    NodeTimePart("evaluation", "overhead", "CUSTOM_BADPUT_EVENTS", "evaluations inside training"),
-    NodeTimePart("between", "overhead", "OTHER", "between steps: looks for triggers, metrics, hooks"),
-    NodeTimePart("spare", "overhead", "OTHER", "spare nodes waited to take the place of a lost one"),
-    NodeTimePart("prolog", "start", "TPU_INITIALIZATION", "from the allocation to the first lines of the batch script"),
-    NodeTimePart("supervisor", "start", "TPU_INITIALIZATION", "the supervisor looked where to go on from"),
-    NodeTimePart(
-        "launch",
-        "start",
-        "TPU_INITIALIZATION",
-        "modules, job.setup, container and task starter, until rank 0's program ran",
-    ),
-    NodeTimePart("import", "start", "TRAINING_PREP", "imports of the program"),
-    NodeTimePart("init", "start", "TRAINING_PREP", "the ranks met, data were checked, model and optimizer were made"),
-    NodeTimePart("load", "start", "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME", "the checkpoint was loaded"),
-    NodeTimePart(
-        "compile", "start", "PROGRAM_STARTUP", "what an attempt's first step took beyond the median of the next ones"
-    ),
-    NodeTimePart(
-        "redone", "lost", "WASTED_PROGRESS_FROM_DISRUPTION", "steps whose result was lost, and computed again"
-    ),
-    NodeTimePart("failed start", "lost", _RECOVERY, "starts that did not come to their first step"),
-    NodeTimePart("hang", "lost", _RECOVERY, "nothing moved, until that was noticed"),
-    NodeTimePart("recovery", "lost", _RECOVERY, "from a failure to the end of the ranks, or back to a checkpoint"),
-    NodeTimePart("given up", "lost", _RECOVERY, "nodes that were lost, and whose job went on without them"),
-    NodeTimePart("no attempt", "lost", _RECOVERY, "jobs that had nodes and began no attempt"),
-    NodeTimePart("end", "end", "OTHER", "from the ranks' last word to the end of the allocation"),
-    NodeTimePart("unknown", "unknown", "OTHER", "nobody knows"),
+    NodeTimePart("step", "productive", "forward, backward and update of steps whose result counts"),
+    NodeTimePart("data", "overhead", "steps that count waited for their data"),
+    NodeTimePart("save", "overhead", "training stood still for a save"),
+    NodeTimePart("evaluation", "overhead", "evaluations inside training"),
+    NodeTimePart("between", "overhead", "between steps: looks for triggers, metrics, hooks"),
+    NodeTimePart("spare", "overhead", "spare nodes waited to take the place of a lost one"),
+    NodeTimePart("prolog", "start", "from the allocation to the first lines of the batch script"),
+    NodeTimePart("supervisor", "start", "the supervisor looked where to go on from"),
+    NodeTimePart("launch", "start", "modules, job.setup, container and task starter, until rank 0's program ran"),
+    NodeTimePart("import", "start", "imports of the program"),
+    NodeTimePart("init", "start", "the ranks met, data were checked, model and optimizer were made"),
+    NodeTimePart("load", "start", "the checkpoint was loaded"),
+    NodeTimePart("compile", "start", "what an attempt's first step took beyond the median of the next ones"),
+    NodeTimePart("redone", "lost", "steps whose result was lost, and computed again"),
+    NodeTimePart("failed start", "lost", "starts that did not come to their first step"),
+    NodeTimePart("hang", "lost", "nothing moved, until that was noticed"),
+    NodeTimePart("recovery", "lost", "from a failure to the end of the ranks, or back to a checkpoint"),
+    NodeTimePart("given up", "lost", "nodes that were lost, and whose job went on without them"),
+    NodeTimePart("no attempt", "lost", "jobs that had nodes and began no attempt"),
+    NodeTimePart("end", "end", "from the ranks' last word to the end of the allocation"),
+    NodeTimePart("unknown", "unknown", "nobody knows"),
 )
 """In display order."""
 
@@ -77,16 +61,6 @@ def to_microseconds(seconds: float) -> int:
     return round(seconds * MICROSECONDS_PER_SECOND)
 
 
-@dataclass(kw_only=True)
-class RestartTime:
-    """Node time of an allocation between two starts of its ranks."""
-
-    parts: dict[str, int] = field(default_factory=dict)
-    iterations: int = 0
-    """Steps that count."""
-    redone_iterations: int = 0
-
-
 class Ledger:
     """A cursor, and the time booked up to it, for all nodes of an allocation.
 
@@ -97,7 +71,8 @@ class Ledger:
     def __init__(self, allocation: NodeAllocation, sink: BookedPartSink | None = None) -> None:
         self.start = self.cursor = to_microseconds(allocation.start)
         self.end = max(self.start, to_microseconds(allocation.end))
-        self.restarts = [RestartTime()]
+        self.parts: dict[str, int] = {}
+        """Microseconds of all nodes by part."""
         self.stepped = 0
         """Microseconds in which steps that count were computed."""
         self.resized = [to_microseconds(time) for time, _ in allocation.resized]
@@ -113,8 +88,7 @@ class Ledger:
         return min(self._training, self._nodes)
 
     def next_restart(self, failed: FailedRestart) -> None:
-        """Book the following time for the next start of the ranks, without the lost nodes."""
-        self.restarts.append(RestartTime())
+        """Book the following time without the nodes that this failure lost."""
         alive = max(0, self._training + self._spare - len(failed.lost))
         self._training = min(failed.nodes or self._training, alive)
         self._spare = alive - self._training
@@ -157,7 +131,6 @@ class Ledger:
 
     def _put(self, part: str, amount: int, time: int) -> None:
         if amount:
-            parts = self.restarts[-1].parts
-            parts[part] = parts.get(part, 0) + amount
+            self.parts[part] = self.parts.get(part, 0) + amount
             if self._sink is not None:
                 self._sink(part, amount, self.cursor, time)

@@ -5,7 +5,6 @@ Each table is a pair of columns (`|n` marks a column of numbers) and rows; the t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,10 +58,8 @@ class AccountTable(NamedTuple):
 
 
 def account_tables(account: NodeTimeAccount) -> list[AccountTable]:
-    """Return the tables of an account: by part, by attempt, by restart if there was one, by cause of the end."""
-    restarts = restarts_table(account)
-    found = [parts_table(account), allocations_table(account), restarts, lost_time_table(account)]
-    return [table for table in found if table.rows or table is not restarts]
+    """Return the tables of an account: by part, by attempt, by cause of the end."""
+    return [parts_table(account), allocations_table(account), lost_time_table(account)]
 
 
 def parts_table(account: NodeTimeAccount) -> AccountTable:
@@ -94,19 +91,6 @@ def allocations_table(account: NodeTimeAccount) -> AccountTable:
     ]
     columns = ("attempt|n", "job|n", "nodes|n", "ended", "queued|n", "node time|n", *_share_columns())
     return AccountTable("by attempt", columns, rows)
-
-
-def restarts_table(account: NodeTimeAccount) -> AccountTable:
-    """Return the restarts inside attempts, with the parts as shares of the time between two starts of the ranks."""
-    rows = []
-    for each in account.allocations:
-        failed = [failure.culprit for failure in each.failed_restarts]
-        for number, restart in enumerate(each.restarts if len(each.restarts) > 1 else (), start=1):
-            culprit = failed[number - 1] if number <= len(failed) else ""
-            spent = format_node_time(sum(restart.parts.values()))
-            cells = (f"{each.attempt}.{number}", culprit, str(restart.redone_iterations), spent)
-            rows.append((*cells, *_part_shares(restart.parts)))
-    return AccountTable("by restart", ("restart|n", "failed", "steps again|n", "node time|n", *_share_columns()), rows)
 
 
 def _share_columns() -> list[str]:
@@ -167,7 +151,6 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
         "redone_iterations": account.work.redone_iterations,
         "redone_tokens": round(account.work.redone_tokens),
         "node_seconds": _seconds(account.parts),
-        "google": as_ml_goodput(account),
         "without_nodes_seconds": _seconds(account.waited),
         "evaluation_jobs_left_out": account.evaluated_outside,
         "attempts": [_attempt_as_json(each) for each in account.allocations if each.attempt is not None],
@@ -188,14 +171,6 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
             for loss in account.losses
         ],
     }
-
-
-def as_ml_goodput(account: NodeTimeAccount) -> dict[str, float]:
-    """Return node seconds by the names of ml-goodput-measurement, where `TOTAL` is productive time."""
-    sums: Counter[str] = Counter()
-    for part in PARTS:
-        sums[part.google or "TOTAL"] += account.parts[part.name]
-    return _seconds(sums)
 
 
 def _allocation_as_json(each: AllocationAccount) -> dict[str, Any]:
@@ -220,16 +195,6 @@ def _attempt_as_json(each: AllocationAccount) -> dict[str, Any]:
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
         "spare_nodes": each.allocation.spare_nodes,
-        "restarts": [
-            {
-                "restart": number,
-                "node_seconds": _seconds(part.parts),
-                "iterations": part.iterations,
-                "redone_iterations": part.redone_iterations,
-                "failed": next((failed.culprit for failed in each.failed_restarts if failed.restart == number), None),
-            }
-            for number, part in enumerate(each.restarts, start=1)
-        ],
     }
 
 
