@@ -1,6 +1,6 @@
 """Health of this node's GPUs from NVML, as JSON: `python -m relayrun.train.gpu_health`.
 
-    {"gpus": [{"index": 0, "ecc_uncorrected": 0, "rows_failed": false, "rows_pending": false, "slowed": 0}], "xids": []}
+    {"gpus": [{"index": 0, "ecc_uncorrected": 0, "rows_failed": false, "rows_pending": false, "slowed": 0}]}
 
 A value that a device does not report is missing; a device that does not respond has `error`. Without nvidia-ml-py or
 the driver the result is {"gpu_error": "..."}. It is a program of its own, since NVML may block on a lost device.
@@ -8,19 +8,13 @@ the driver the result is {"gpu_error": "..."}. It is a program of its own, since
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-HARDWARE_XIDS = {48, 64, 74, 79, 94, 95, 119, 120}
-"""Xid errors of the hardware: memory, NVLink, a GPU off the bus, its own processor. A program cannot cause them."""
-_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b.*")
 
 
 def gpu_health() -> dict[str, Any]:
@@ -29,7 +23,7 @@ def gpu_health() -> dict[str, Any]:
         found = call_nvml(lambda nvml: [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
     except NoNvml as error:
         return {"gpu_error": str(error)}
-    return {"gpus": found, "xids": read_hardware_xids()}
+    return {"gpus": found}
 
 
 def _gpu(nvml: Any, index: int) -> dict[str, Any]:
@@ -51,25 +45,6 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
     if rows is not None:
         found |= {"rows_pending": bool(rows[2]), "rows_failed": bool(rows[3])}
     return found
-
-
-def read_hardware_xids() -> list[str]:
-    """Return Xid errors of the hardware from the kernel log, oldest first; empty if this user may not read it."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while line := os.read(fd, 8192):
-                lines.append(line.decode(errors="replace"))
-        finally:
-            os.close(fd)
-    return hardware_xids(lines)
-
-
-def hardware_xids(lines: list[str]) -> list[str]:
-    """Return the Xid errors of the hardware among lines of the kernel log."""
-    found = (_XID.search(line) for line in lines)
-    return [match[0][:200] for match in found if match and int(match[1]) in HARDWARE_XIDS]
 
 
 class NoNvml(Exception):

@@ -389,7 +389,7 @@ def test_the_interface_of_this_machine_has_a_name(monkeypatch: pytest.MonkeyPatc
 EXAMPLES: list[dict[str, Any]] = [
     {"kind": "hello", "name": "n2", "port": 1},
     {"kind": "dead", "restart": 1, "rank": 2, "code": -9, "error": "e", "told": False},
-    {"kind": "ended", "restart": 1, "port": 1, "memory": [[2, 7, "hash", False]], "facts": {"memory": 1 << 33}},
+    {"kind": "ended", "restart": 1, "port": 1, "memory": [[2, 7, "hash", False]], "facts": {"tmp": 1 << 33}},
     {"kind": "beat", "restart": 1, "standing": [[2, 9, "forward", 7, 61.0, 60.0, ""]]},
     {"kind": "asked", "why": "SIGTERM"},
     {"kind": "started", "restart": 1, "process": 1.0, "initialised": 2.0, "loaded": 3.0},
@@ -397,13 +397,11 @@ EXAMPLES: list[dict[str, Any]] = [
     {
         "kind": "health",
         "facts": {
-            "memory": 1 << 33,
             "shm": None,
             "tmp": 5,
             "open_files": 1024,
             "unwritable": {"tmp": "full"},
             "gpus": [{"index": 0, "ecc_uncorrected": 1, "rows_failed": False, "rows_pending": True, "slowed": 8}],
-            "xids": ["Xid 79"],
             "command": {"code": 1, "words": "no"},
             "answer": "late",
             "seconds": 0.1,
@@ -439,7 +437,7 @@ LEAVES: list[Any] = [
     {"shm": "x"},
     {"gpus": [{}]},
     {"unwritable": ["x"]},
-    {"memory": "x"},
+    {"tmp": "x"},
     {"command": {}},
 ]
 
@@ -556,7 +554,7 @@ while time.time() < until:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=2) as c:
                 hello = {"kind": "hello", "job": job, "attempt": 1, "node": node, "name": "10.6.6.6", "port": 6666}
-                facts = {"kind": "health", "facts": {"memory": "x"}}
+                facts = {"kind": "health", "facts": {"tmp": "x"}}
                 answer = {"kind": "answer", "node": node, "nonce": "0" * 32, "proof": "0" * 64}
                 c.settimeout(2)
                 got = c.recv(65536)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD: list[dict[str, Any]] = [
     {},
     {"grace_period": "auto", "signal_seconds": 7, "triggers_group": "users"},
-    {"node_health_limits": {"memory_gb": 8, "open_files": 2}, "node_health_command": ["/opt/check", "--quick"]},
-    {"node_health_limits": {"memory_gb": 0, "clock_seconds": 0.25, "command_seconds": 40}},
+    {"node_health_limits": {"tmp_gb": 8, "open_files": 2}, "node_health_command": ["/opt/check", "--quick"]},
+    {"node_health_limits": {"tmp_gb": 0, "clock_seconds": 0.25, "command_seconds": 40}},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_failed_attempts": 0}, "chain.max_failed_attempts"),
@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"node_health_limits": []}, "chain.node_health_limits"),
     ({"node_health_limits": {"clock_seconds": 0}}, "chain.node_health_limits.clock_seconds"),
     ({"node_health_limits": {"command_seconds": 41}}, "chain.node_health_limits.command_seconds"),
-    ({"node_health_limits": {"memory_gb": None}}, "chain.node_health_limits.memory_gb"),
+    ({"node_health_limits": {"tmp_gb": None}}, "chain.node_health_limits.tmp_gb"),
 ]
 
 

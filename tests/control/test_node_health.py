@@ -25,7 +25,6 @@ from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.agent.node_facts import (
     TimedProgram,
-    available_memory,
     decide_actions,
     findings_of_clock,
     findings_of_facts,
@@ -38,7 +37,6 @@ from relayrun.control.rundir import node_health
 from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.train.gpu_health import hardware_xids
 from tests.history import began
 from tests.plans import node_checks, plan_with
 from tests.waiting import wait_for
@@ -52,7 +50,6 @@ def found(facts: dict[str, Any], **plan: Any) -> dict[str, HealthFinding]:
 
 def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> None:
     facts = gather_facts(node_checks(mode="warn"), tmp_path)
-    assert facts["memory"] > 0
     assert facts["tmp"] > 0
     assert facts["unwritable"] == {}
     assert facts["seconds"] < 60
@@ -62,16 +59,15 @@ def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> 
 
 def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> None:
     facts = quick_facts(tmp_path)
-    there = found(facts, memory_gb=1e9, shm_gb=1e9, tmp_gb=1e9, open_files=10**9)
+    there = found(facts, shm_gb=1e9, tmp_gb=1e9, open_files=10**9)
     assert {check: each.hard for check, each in there.items()} == {
-        "memory": True,
         "shm": False,
         "tmp": False,
         "open_files": False,
     }
     for each in there.values():
         assert each.value < each.limit
-    assert there["memory"].words == f"{facts['memory'] / 1e9:.3g} GB of memory are free, 1e+09 GB wanted"
+    assert there["tmp"].words.endswith(" GB are free in the folder for temporary files, 1e+09 GB wanted")
 
 
 def test_a_folder_that_cannot_be_written_is_hard(tmp_path: Path) -> None:
@@ -182,7 +178,7 @@ def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     program = TimedProgram(["env", environment, sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
     facts = node_facts.gpu_facts(*program.wait())
     there = found(facts, gpus=3)
-    assert {check: each.hard for check, each in there.items() if check != "gpu_xid"} == {
+    assert {check: each.hard for check, each in there.items()} == {
         "gpus": True,
         "gpu_ecc": True,
         "gpu_rows": False,
@@ -210,13 +206,10 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
     selector = selectors.DefaultSelector()
     aside, told = BackgroundWork(selector), list[dict[str, Any]]()
     own, began = LocalNodeHealth(node_checks(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
-    own.look_between(told.append, copies=None)
+    own.look_between(told.append)
     assert time.monotonic() - began < 60
     wait_for(lambda: told or turn(selector) or aside.attend(), step=0.0)
-    assert (told[0]["answer"], told[0]["memory"] > 0) == (
-        "its folders cannot be looked at: no answer within 0.2 s",
-        True,
-    )
+    assert told[0]["answer"] == "its folders cannot be looked at: no answer within 0.2 s"
     wait_for(lambda: threads)
     hung.set()
     threads[0].join(300)
@@ -275,12 +268,12 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(health, "BETWEEN_SECONDS", 300.0)
     asked, answers = tmp_path / "asked", tmp_path / "answers"
     held = f"for _ in $(seq 6000); do [ -e {answers} ] && break; sleep 0.05; done" if behind else ":"
-    program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
+    program = ["sh", "-c", f"echo >> {asked}; {held}; echo '{{\"gpus\": []}}'"]
     plan, selector = node_checks(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     own.ranks_end()
     wait_for(lambda: behind or not own._running or turn(selector), step=0.0)
-    own.look_between(told.append, copies=tmp_path)
+    own.look_between(told.append)
     wait_for(lambda: told or own._then or turn(selector), step=0.0)  # until the folders have answered
     assert bool(told) == (not behind)
     answers.touch()
@@ -289,7 +282,7 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     assert (facts["gpus"], facts["unwritable"]) == ([], {})
     assert not own._running
     own.ranks_end()
-    own.look_between(told.append, copies=None)
+    own.look_between(told.append)
     wait_for(lambda: len(told) == 2 or turn(selector), step=0.0)
     assert len(asked.read_text().splitlines()) == 2
 
@@ -299,39 +292,11 @@ def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
     own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     for number in range(2):
         own.ranks_end()
-        own.look_between(told.append, copies=None)
+        own.look_between(told.append)
         wait_for(lambda number=number: len(told) > number or turn(selector), step=0.0)
     assert [facts.get("gpu_error") for facts in told] == ["/no/such: No such file or directory", None]
     (found_,) = found(told[0], gpus=2).values()
     assert (found_.check, found_.hard) == ("gpus", False)
-
-
-def test_xid_errors_of_programs_are_not_those_of_the_hardware() -> None:
-    lines = [
-        "4,1,2,-;NVRM: Xid (PCI:0000:1a:00): 31, pid=7, MMU Fault",
-        "4,1,3,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
-        "4,1,4,-;usb: 79",
-    ]
-    assert hardware_xids(lines) == ["NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_memory_that_is_left_in_a_group_counts_where_it_is_less(tmp_path: Path, version: int) -> None:
-    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
-    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 60 kB\n")
-    own.write_text("1:name=systemd:/x\n" + ("4:cpu,memory:/job/step\n" if version == 1 else "0::/job/step\n"))
-    job = tmp_path / ("memory/job" if version == 1 else "job")
-    (job / "step").mkdir(parents=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit, usage, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
-    for group in (job, job / "step"):
-        (group / limit).write_text(f"{1 << 62}\n" if version == 1 else "max\n")
-        (group / usage).write_text("30000\n")
-        (group / "memory.stat").write_text(f"anon 20000\n{cache} 10000\n")
-    assert available_memory(meminfo, own, tmp_path) == 60 << 10
-    (job / limit).write_text("40000\n")
-    assert available_memory(meminfo, own, tmp_path) == 20000
-    assert available_memory(tmp_path / "none", tmp_path / "none", tmp_path) is None
 
 
 def clock_of(offset: float, delay: float) -> Callable[[MessageSocket], None]:

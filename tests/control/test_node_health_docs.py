@@ -74,7 +74,7 @@ def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
         ({"node_health": "on"}, "node_health"),
         ({"node_health_limits": {"clock_seconds": 0}}, "clock_seconds"),
         ({"node_health_limits": {"command_seconds": 60}}, "command_seconds"),
-        ({"node_health_limits": {"memory_gb": "all"}}, "memory_gb"),
+        ({"node_health_limits": {"tmp_gb": "all"}}, "tmp_gb"),
         ({"node_health_command": ["a\nb"]}, "control character"),
     ],
 )

@@ -233,7 +233,7 @@ STRANGERS_WORDS = (
     b"",
     b'{"kind": "hello", "job": "%s", "attempt": 1, "node": 0, "name": "n", "port": 1}\n',
     b'{"kind": "answer", "node": 1, "nonce": "%s", "proof": "0"}\n{"kind": "leave", "code": 1}\n',
-    b'{"kind": "health", "facts": {"memory": "%s"}}\n',
+    b'{"kind": "health", "facts": {"tmp": "%s"}}\n',
     b"GET /%s HTTP/1.1\r\n\r\n",
     b"\0" * 40,
 )

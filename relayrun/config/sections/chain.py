@@ -22,8 +22,6 @@ from relayrun.config.sections.dataclass_section import (
 class NodeHealthLimits(DataclassSection):
     """Limits of `chain.node_health`. A violation is recorded with both figures."""
 
-    memory_gb: NonNegativeFloat = 0.0
-    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded."""
     shm_gb: NonNegativeFloat = 0.05
     """Minimum free room in /dev/shm, in 10^9 bytes."""
     tmp_gb: NonNegativeFloat = 0.5

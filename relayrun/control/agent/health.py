@@ -169,14 +169,10 @@ class LocalNodeHealth:
             self._found, self._early = node_facts.gpu_facts, {}
             self._begin(self._plan.gpu_program, BETWEEN_SECONDS)
 
-    def look_between(self, then: Callable[[NodeFacts], None], *, copies: Path | None) -> None:
-        """Gather quick facts after the end of all ranks; call `then` with them when GPUs have answered, too. `copies`:
-        the folder of ranks' copies in memory, which the next ranks take over."""
+    def look_between(self, then: Callable[[NodeFacts], None]) -> None:
+        """Gather quick facts after the end of all ranks; call `then` with them when GPUs have answered, too."""
 
         def look(found: NodeFacts) -> None:
-            if found["memory"] is not None and copies is not None:
-                with contextlib.suppress(OSError):
-                    found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
             if self._running:
                 self._then = lambda of_gpus: then(found | of_gpus)
             else:
@@ -184,7 +180,7 @@ class LocalNodeHealth:
                 then(found | early)
 
         def failed(words: str) -> NodeFacts:
-            return {"memory": node_facts.available_memory(), "answer": f"its folders cannot be looked at: {words}"}
+            return {"answer": f"its folders cannot be looked at: {words}"}
 
         quick_facts = partial(node_facts.quick_facts, self._attempt)
         self._aside.start(quick_facts, look, seconds=FOLDERS_SECONDS, otherwise=failed)

@@ -107,11 +107,10 @@ INTEGER, PORT = range(-(1 << 53), 1 << 53), range(1 << 16)
 SIZE = (range(1 << 62), None)
 _GPU_COUNTS = {"index": INTEGER, "ecc_uncorrected?": INTEGER, "slowed?": INTEGER}
 GPU = {**_GPU_COUNTS, "error?": str, "rows_pending?": bool, "rows_failed?": bool}
-FACTS = dict.fromkeys(("memory?", "shm?", "tmp?", "open_files?"), SIZE) | {
+FACTS = dict.fromkeys(("shm?", "tmp?", "open_files?"), SIZE) | {
     "unwritable?": {"run_dir?": str, "tmp?": str},
     "gpus?": [GPU],
     "command?": {"code": (INTEGER, None), "words": str},
-    "xids?": [str],
     "seconds?": float,
     **dict.fromkeys(("answer?", "gpu_error?"), str),
 }

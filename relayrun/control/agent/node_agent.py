@@ -356,7 +356,7 @@ class NodeAgent:
             with contextlib.suppress(OSError):
                 print(f"\n[relayrun {self._name}] {words}", flush=True)
         if self._health is not None:
-            self._health.look_between(self._say_ended, copies=self._memory)
+            self._health.look_between(self._say_ended)
         else:
             self._say_ended({})
 

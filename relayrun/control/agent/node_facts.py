@@ -46,9 +46,6 @@ OUTPUT_BYTES = 1 << 20
 """Maximum bytes of a program's output."""
 PROGRAM_PAUSE = 0.02
 """Seconds between two looks at a program that has not ended."""
-CGROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60
-"""A memory limit from this many bytes on is no limit."""
 
 
 def quick_facts(attempt: Path) -> NodeFacts:
@@ -60,7 +57,6 @@ def quick_facts(attempt: Path) -> NodeFacts:
     room = {name: _free_space(path) for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp))}
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
-        "memory": available_memory(),
         **room,
         "unwritable": unwritable,
         "open_files": None if hard == resource.RLIM_INFINITY else hard,
@@ -78,41 +74,6 @@ def _free_space(folder: Path) -> int | None:
         return free_space(folder)
     except OSError:
         return None
-
-
-def available_memory(
-    meminfo: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), groups: Path = CGROUPS
-) -> int | None:
-    """Return the free bytes of memory on this node, or of the job's limit if that is less; None: unknown. `own`: the
-    control groups of this process. `groups`: the folder of all control groups."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) << 10)
-    with contextlib.suppress(OSError):
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                found += _left_in_groups(groups, path, "memory.max", "memory.current", "inactive_file")
-            elif "memory" in controllers.split(","):
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                found += _left_in_groups(groups / "memory", path, *names)
-    return min(found, default=None)
-
-
-def _left_in_groups(top: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    """Return the free bytes below the limit of this group and of each parent."""
-    found = []
-    folder = top / path.lstrip("/")
-    while folder != top.parent:
-        with contextlib.suppress(OSError, ValueError):  # no limit is `max`
-            limit = int((folder / limit_name).read_text())
-            used = int((folder / usage_name).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            if limit < UNLIMITED:
-                found.append(max(0, limit - used + int(stat.get(cache_name, 0))))
-        folder = folder.parent
-    return found
 
 
 class TimedProgram:
@@ -223,10 +184,6 @@ def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan) -> Iterat
     limits, finding = plan.chain.node_health_limits, partial(HealthFinding, node=node)
     if "answer" in facts:
         yield finding(check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
-    free, wanted = facts.get("memory"), limits.memory_gb * 1e9
-    if free is not None and free < wanted:
-        words = f"{_gb(free)} GB of memory are free, {_gb(wanted)} GB wanted"
-        yield finding(check="memory", value=free, limit=wanted, hard=True, words=words)
     unwritable: Mapping[str, str] = facts.get("unwritable") or {}
     for check, why in unwritable.items():
         yield finding(check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
@@ -277,10 +234,6 @@ def _gpu_findings(
         if slowed:
             words = f"{name}: its clock is held down {', '.join(slowed)}"
             yield finding(check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
-    xids: Sequence[str] = facts.get("xids") or []
-    if xids:
-        words = f"{len(xids)} Xid errors in the kernel's log; the newest: {xids[-1]}"
-        yield finding(check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
 
 
 def findings_of_clock(node: str, offset: float, uncertainty: float, plan: Plan) -> Iterator[HealthFinding]:

@@ -32,8 +32,8 @@ class HealthFinding(Record):
 
     node: str
     check: str
-    """`memory`, `shm`, `tmp`, `run_dir`, `open_files`, `clock`, `gpus`, `gpu_ecc`, `gpu_rows`, `gpu_slowed`, `gpu_xid`,
-    `command` or `answer`."""
+    """`shm`, `tmp`, `run_dir`, `open_files`, `clock`, `gpus`, `gpu_ecc`, `gpu_rows`, `gpu_slowed`, `command` or
+    `answer`."""
     value: float
     limit: float
     words: str
