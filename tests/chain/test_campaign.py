@@ -18,7 +18,6 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain.campaign import CampaignPassResult, condition_readiness, start_due_in_campaign
-from relayrun.control.chain.evaluation_jobs import submit_stage_evaluation
 from relayrun.control.rundir import campaign, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.plan import Plan, chain_job_name

@@ -171,7 +171,6 @@ LOOKS = {
     "status --json": ["status", "--json"],
     "logs": ["logs", "logs/runs/theirs/ended"],
     "report --text": ["report", "--text", "logs/runs/theirs/ended"],
-    "report --json": ["report", "--json", "logs/runs/theirs/ended"],
     "why": ["why", "logs/runs/theirs/ended"],
     "why of a live run": ["why", "logs/runs/theirs/live"],
     "why --json": ["why", "--json", "--attempt", "1", "logs/runs/theirs/waiting"],

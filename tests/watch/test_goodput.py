@@ -31,7 +31,6 @@ from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allo
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PART_NAMES, PARTS
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.page import report_as_json
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
@@ -147,9 +146,8 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     assert "attempt" not in job
     both = [*value["attempts"], *value["jobs_without_attempt"]]
     assert sum(each["allocated_node_seconds"] for each in both) == value["allocated_node_seconds"]
-    page = report_as_json(read_report_data(run))
-    assert [each["attempt"] for each in page["attempts"]] == [1, 2]
-    assert [each["job_id"] for each in page["jobs_without_attempt"]] == ["41"]
+    page = read_report_data(run).account
+    assert [each.attempt for each in page.allocations] == [1, None, 2]
 
 
 def test_jobs_before_the_first_attempt_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

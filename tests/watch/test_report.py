@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,8 +19,10 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import append_line
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.chart import axis_ticks, reduce_points
+from relayrun.watch.report.report_data import read_report_data
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
@@ -67,7 +68,7 @@ def test_an_attempt_without_an_end_is_drawn_to_its_last_sign_if_slurm_has_forgot
 def test_a_run_that_has_not_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_history(tmp_path / "run", lines=10, attempts=1)
     shutil.rmtree(run.attempt(1).path)
-    for options in ([], ["--text"], ["--png", "x.png"], ["--json"]):
+    for options in ([], ["--text"], ["--png", "x.png"]):
         assert main(["report", str(run.path), *options]) == 1
         assert "no attempt of this run has begun" in capsys.readouterr().err
 
@@ -169,7 +170,7 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     shutil.copytree(accounted.path, accounted.path.with_name("other-run"))
     patterns = (r"^```bash\n(.*?)^```$", r"^\*/10 .*?bin/relayrun (.*?)$", r"^\| (\w+) \| ")
     (text,), (renewed,), tables = (re.findall(pattern, PAGE, re.M | re.S) for pattern in patterns)
-    one, two, drawn, as_json = (shlex.split(line)[1:] for line in text.splitlines())
+    one, two, drawn = (shlex.split(line)[1:] for line in text.splitlines())
     assert main(one) == main(two) == 0
     assert capsys.readouterr().out == "report-my-run.html\nboth.html\n"
     both = Structure(Path("both.html").read_text(encoding="utf-8"))
@@ -178,28 +179,27 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     assert tables[1:] == both.words["h2"][1:9]
     assert callable(parse(drawn).run)  # drawn by a slow test above
     assert parse(shlex.split(renewed)).html == Path("$HOME/public/my-run.html")
-    assert main(as_json) == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["series"]["loss"] == [[n, 10 - 0.5 * n] for n in range(1, 11)]
-    assert value["validation"] == {"held-out": [[10.0, 2.5]]}
-    assert [entry["iterations"] for entry in value["attempts"]] == [[1, 5], [6, 10]]
-    assert [(row["dataset"], row["samples"], row["epochs"]) for row in value["data"]] == [
-        ("code", 5, 0.25),
-        ("prose", 5, 1.25),
+    found = read_report_data(accounted)
+    assert (found.series["loss"].x.tolist(), found.series["loss"].y.tolist()) == (
+        [float(n) for n in range(1, 11)],
+        [10 - 0.5 * n for n in range(1, 11)],
+    )
+    assert [(name, each.x.tolist(), each.y.tolist()) for name, each in found.validation.items()] == [
+        ("held-out", [10.0], [2.5])
     ]
-    assert [entry["blamed"] for entry in value["attempts"]] == [["n1"], []]
-    parts = value["goodput"]["node_seconds"]
-    shares = [sum(column.get(name, 0.0) for column in value["band"]["shares"]) for name in parts]
-    nodes = 2 * value["band"]["column_seconds"]
-    assert [share * nodes for share in shares] == pytest.approx(list(parts.values()), abs=1e-3)
+    assert [(each.first, each.last) for each in found.trained if each is not None] == [(1, 5), (6, 10)]
+    assert [(row.dataset, row.samples, row.epochs) for row in found.data] == [("code", 5, 0.25), ("prose", 5, 1.25)]
+    assert [list(each.blamed) for each in found.account.allocations] == [["n1"], []]
+    nodes = 2 * found.band_seconds * MICROSECONDS_PER_SECOND
+    for name, amount in found.account.parts.items():
+        shares = sum(column.get(name, 0.0) for column in found.band)
+        assert shares * nodes == pytest.approx(amount, abs=1e3)
 
 
 def test_options_that_do_not_go_together_are_refused(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(accounted.path)
     assert main(["report", run, run, "--png", "x.png"]) == 1
     assert "--png draws one run" in capsys.readouterr().err
-    assert main(["report", run, "--json", "--text"]) == 1
-    assert "do not go together" in capsys.readouterr().err
     assert not list(Path.cwd().glob("*.html"))
 
 

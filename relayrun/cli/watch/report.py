@@ -26,7 +26,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     words = "write the page into this file (default: report-NAME.html here, if nothing else is asked for)"
     parser.add_argument("--html", type=Path, metavar="FILE", help=words)
     parser.add_argument("--text", action="store_true", help="attempts, loss curve and goodput in the terminal")
-    parser.add_argument("--json", action="store_true", help="all that the page shows, for programs")
     words = "draw the relay and the loss of one run into this file"
     parser.add_argument("--png", type=Path, metavar="FILE", help=words)
     parser.set_defaults(run=run_report)
@@ -36,19 +35,17 @@ def run_report(options: argparse.Namespace) -> int:
     """Write a page about the runs, or the requested formats. Raises RelayrunError."""
     if options.png is not None and len(options.names) > 1:
         raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
-    if options.json and options.text:
-        raise InputError("--json and --text do not go together", hint="leave one of them out")
     runs = [find_run(name) for name in options.names]
     target = options.html
-    if target is None and not (options.text or options.json or options.png is not None):
+    if target is None and not (options.text or options.png is not None):
         names = "-".join(run.path.name for run in runs)
         target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
     check_outputs({"--html": target, "--png": options.png})
     if options.text:
         for run in runs:
             _print_text_report(run)
-    if target is not None or options.json:
-        _write_page(runs, target, as_json=options.json)
+    if target is not None:
+        _write_page(runs, target)
     if options.png is not None:
         terminal_report.write_png(terminal_report.read_attempts_report(runs[0]), options.png)
         print(options.png)
@@ -79,25 +76,18 @@ def _print_account_table(table: tables.AccountTable) -> None:
     print_table(text_table(table.columns, table.rows, title=table.title))
 
 
-def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
+def _write_page(runs: list[Run], target: Path) -> None:
     # reads data sets and configs: slow imports, not needed for the text
-    from relayrun.watch.report.page import report_as_json, report_page
+    from relayrun.watch.report.page import report_page
     from relayrun.watch.report.report_data import read_report_data
 
     pages = []
     for run in runs:
         with _reading(run):
             pages.append(read_report_data(run))
-    if as_json:
-        _print_json([report_as_json(page) for page in pages])
-    if target is not None:
-        with published_file(target) as temporary:
-            temporary.write_text(report_page(pages, now=time.time()), encoding="utf-8")
-        print(target)
-
-
-def _print_json(values: list[dict[str, object]]) -> None:
-    print(json_text(values if len(values) > 1 else values[0]))
+    with published_file(target) as temporary:
+        temporary.write_text(report_page(pages, now=time.time()), encoding="utf-8")
+    print(target)
 
 
 def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +101,8 @@ def run_goodput(options: argparse.Namespace) -> int:
     """Print the account of each run. Raises RelayrunError."""
     found = [_account(find_run(name)) for name in options.names]
     if options.json:
-        _print_json([tables.account_as_json(account) for account in found])
+        values = [tables.account_as_json(account) for account in found]
+        print(json_text(values if len(values) > 1 else values[0]))
         return 0
     for number, account in enumerate(found):
         if number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,18 @@ def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlo
     with file:
         while lines := file.readlines(METRICS_CHUNK):
             count(sum(map(len, lines)))
-            whole = (line for line in lines if line.endswith(b"\n"))
-            found = [record for line in whole if (record := parse_record(line)) is not None]
-            if found:
+            if found := _records([line for line in lines if line.endswith(b"\n")]):
                 others = {n: each for n, each in enumerate(found) if "loss" not in each or resets_iteration(each)}
                 columns = {name: _column(found, name) for name in names}
                 yield MetricsBlock(rows=len(found), columns=columns, records=others)
+
+
+def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
+    except ValueError:
+        found = [parse_record(line) for line in lines]
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> Column:

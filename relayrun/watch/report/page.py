@@ -1,4 +1,4 @@
-"""The report as one HTML file, about one run or about several side by side, and as JSON.
+"""The report as one HTML file, about one run or about several side by side.
 
 `templates/report.html` says where everything stands; here are the values of its charts and the cells of its tables.
 """
@@ -14,11 +14,10 @@ import numpy as np
 import relayrun
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
-from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
-from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMark, Series, axis_ticks
+from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMark, axis_ticks
 from relayrun.watch.report.html import render_page
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
@@ -264,47 +263,3 @@ def _side_by_side_row(page: RunReportData) -> tuple[str, ...]:
         _optional(page.account.tokens_per_node_hour, ",.0f"),
         str(len(page.account.allocations)),
     )
-
-
-def report_as_json(page: RunReportData) -> dict[str, Any]:
-    """Return the data of a page as plain values; long series keep the minimum and maximum of each pixel."""
-    return {
-        "run": page.name,
-        "path": str(page.run.path),
-        "stopped": page.stop,
-        "last": page.last,
-        "goodput": tables.account_as_json(page.account),
-        "series": {name: _series_points(series) for name, series in page.series.items() if series.size},
-        "validation": {name: _series_points(series) for name, series in page.validation.items()},
-        "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
-        "attempts": [
-            {
-                "attempt": each.attempt,
-                "start_time": each.start,
-                "end_time": each.end,
-                "cause": each.cause,
-                "reason": each.reason,
-                "blamed": list(each.blamed),
-                "iterations": None if trained is None else [trained.first, trained.last],
-            }
-            for each, trained in zip(page.account.allocations, page.trained, strict=True)
-            if each.attempt is not None
-        ],
-        "jobs_without_attempt": [
-            {"job_id": each.allocation.job_id, "start_time": each.start, "end_time": each.end, "why": each.reason}
-            for each in page.account.allocations
-            if each.attempt is None
-        ],
-        "data": [vars(row) for row in page.data],
-        "data_missing": page.data_missing,
-        "evaluations": [vars(result) for result in page.evaluations],
-        "checkpoints": [
-            {"iteration": commit.iteration, "time": commit.time, "seconds": commit.seconds, "path": commit.path}
-            for commit in page.checkpoints
-        ],
-        "changes": [{"revision": change.revision, "lines": list(change.lines)} for change in page.changes],
-    }
-
-
-def _series_points(series: Series) -> list[list[float]]:
-    return [list(point) for point in zip(series.x.tolist(), series.y.tolist(), strict=True)]
