@@ -18,8 +18,10 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain.campaign import CampaignPassResult, condition_readiness, start_due_in_campaign
+from relayrun.control.chain.evaluation_jobs import submit_left_evaluations
 from relayrun.control.rundir import campaign, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
+from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
@@ -171,17 +173,16 @@ def test_another_user_resumes_and_takes_over_no_campaign_but_its_runs_one_by_one
     assert not slurm.jobs()
 
 
-def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_evaluation_of_another_users_run_is_queued(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, slurm = make({})
     run = member_run(folder, "01")
+    saved(run, 10)
     run.evaluations.mkdir()
-    evaluation = evaluations.evaluation_dir(run, 10, 1)
+    EvaluationPolicy(interval=10, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
+    assert evaluations.unqueued_iterations(run) == {10: ""}
     give_away(monkeypatch, run.path)
-    submit_stage_evaluation(run, evaluation)
-    assert "this belongs to" in capfd.readouterr().err
-    assert not evaluation.path.exists()
+    with pytest.raises(UntrustedError):
+        submit_left_evaluations(run)
     assert not slurm.jobs()
 
 
