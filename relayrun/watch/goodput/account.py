@@ -14,7 +14,6 @@ from relayrun.watch.goodput.ledger import (
     MICROSECONDS_PER_SECOND,
     PART_NAMES,
     START_PARTS,
-    BookedPartSink,
     to_microseconds,
 )
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
@@ -147,13 +146,11 @@ def account_for_run(
     *,
     now: float | None = None,
     facts: RunAllocations | None = None,
-    sink: Callable[[NodeAllocation], BookedPartSink] | None = None,
     seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
     also: Sequence[str] = (),
-    grain: int = 60 * MICROSECONDS_PER_SECOND,
 ) -> NodeTimeAccount:
-    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `sink` and
-    `seen` return an allocation's callbacks of `attribute_time`; `also` names further columns for them."""
+    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `seen`
+    returns an allocation's callback of `attribute_time`; `also` names further columns for it."""
     facts = facts or read_run_facts(run, now=now)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
@@ -162,9 +159,7 @@ def account_for_run(
         booked = attribute_time(
             allocation,
             blocks,
-            sink=None if sink is None else sink(allocation),
             seen=None if seen is None else seen(allocation),
-            grain=grain,
         )
         found.append(
             AllocationAccount(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from relayrun.control.rundir.restarts import resets_iteration
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, Ledger, to_microseconds
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, Ledger, to_microseconds
 from relayrun.watch.goodput.metrics_columns import Column, MetricsBlock
 
 LONGEST_STEP_SECONDS = 1e9
@@ -78,26 +78,23 @@ def attribute_time(
     allocation: NodeAllocation,
     blocks: Iterable[MetricsBlock],
     *,
-    sink: BookedPartSink | None = None,
-    grain: int = 60 * MICROSECONDS_PER_SECOND,
     seen: Callable[[MetricsBlock, Mask], None] | None = None,
 ) -> AttributedTime:
     """Divide the time of an allocation.
 
     Args:
         blocks: metrics of its attempt, oldest first, with the columns of `NEEDED_COLUMNS`.
-        sink: called with each booked part; steps are grouped to about `grain` microseconds.
         seen: called with each block and the mask of its lines that count.
 
     An allocation that has not ended is divided up to its newest sign of life, which becomes its end.
     """
-    ledger = Ledger(allocation, sink)
+    ledger = Ledger(allocation)
     facts = allocation.facts
     if facts is None:
         ledger.book_until("no attempt", ledger.end)
         return AttributedTime(start=ledger.start, end=ledger.end, parts=ledger.parts)
     _attribute_start(ledger, facts)
-    steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
+    steps = _Steps(ledger, facts)
     for block in blocks:
         for part in _split_at_rollbacks(block):
             for piece in steps.split_at_restarts(part):
@@ -134,12 +131,11 @@ def _attribute_start(ledger: Ledger, facts: AttemptFacts) -> None:
 class _Steps:
     """The steps and evaluations of an attempt, block by block."""
 
-    def __init__(self, ledger: Ledger, facts: AttemptFacts, *, grain: int | None) -> None:
+    def __init__(self, ledger: Ledger, facts: AttemptFacts) -> None:
         self.work = CountedWork()
         self.begun = False
         self._ledger = ledger
         self._facts = facts
-        self._grain = grain
         self._limits = list(accumulate(reversed(facts.rollbacks), min, initial=facts.limit))
         """The last iteration that counts: after the last rollback, before it, ..., before the first."""
         self._limit = self._limits.pop()
@@ -252,10 +248,8 @@ class _Steps:
             self._rolled_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
-        """Book the lines, by the grain if a sink is set; alone a line during which the number of nodes changes."""
+        """Book the lines together; alone a line during which the number of nodes changes."""
         starts: Indices = np.zeros(1, dtype=np.intp)
-        if self._grain is not None:
-            starts = np.flatnonzero(np.diff(ends // self._grain, prepend=-1))
         if self._ledger.resized:
             changed = np.searchsorted(ends, self._ledger.resized, side="right")
             starts = np.union1d(starts, np.concatenate([changed, changed + 1]))

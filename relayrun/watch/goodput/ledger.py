@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from relayrun.control.rundir.restarts import FailedRestart
@@ -14,8 +14,6 @@ WHOLE_ALLOCATION_PARTS: frozenset[str] = frozenset(
 )
 """Parts that spare nodes share with all others; in other parts spare nodes wait."""
 MICROSECONDS_PER_SECOND = 1_000_000
-BookedPartSink = Callable[[str, int, int, int], None]
-"""Called with a part, its microseconds of all nodes, and the times (microseconds since 1970) between which they lie."""
 
 
 class NodeTimePart(NamedTuple):
@@ -68,7 +66,7 @@ class Ledger:
     Slurm notices a loss, it removes the node from the job, and its time is no longer booked.
     """
 
-    def __init__(self, allocation: NodeAllocation, sink: BookedPartSink | None = None) -> None:
+    def __init__(self, allocation: NodeAllocation) -> None:
         self.start = self.cursor = to_microseconds(allocation.start)
         self.end = max(self.start, to_microseconds(allocation.end))
         self.parts: dict[str, int] = {}
@@ -80,7 +78,6 @@ class Ledger:
         self._nodes = allocation.nodes
         self._left = [nodes for _, nodes in allocation.resized]
         self._training, self._spare = allocation.nodes - allocation.spare_nodes, allocation.spare_nodes
-        self._sink = sink
 
     @property
     def training(self) -> int:
@@ -120,17 +117,15 @@ class Ledger:
         idle = 0
         for part, amount in amounts.items():
             if part in WHOLE_ALLOCATION_PARTS:
-                self._put(part, amount * self._nodes, time)
+                self._put(part, amount * self._nodes)
             else:
-                self._put(part, amount * training, time)
+                self._put(part, amount * training)
                 idle += amount
         self.stepped += amounts.get("step", 0)
-        self._put("spare", idle * spare, time)
-        self._put("given up", idle * (self._nodes - training - spare), time)
+        self._put("spare", idle * spare)
+        self._put("given up", idle * (self._nodes - training - spare))
         self.cursor = time
 
-    def _put(self, part: str, amount: int, time: int) -> None:
+    def _put(self, part: str, amount: int) -> None:
         if amount:
             self.parts[part] = self.parts.get(part, 0) + amount
-            if self._sink is not None:
-                self._sink(part, amount, self.cursor, time)

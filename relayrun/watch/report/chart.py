@@ -1,4 +1,4 @@
-"""Charts: lines and bands as paths of SVG, and the reduction of many points to a chart's width.
+"""Charts: lines as paths of SVG, and the reduction of many points to a chart's width.
 
 `templates/macros.html` draws them. `reduce_points` keeps the minimum and the maximum of each pixel, so that no spike is
 lost.
@@ -7,7 +7,7 @@ lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,40 +172,6 @@ def line_chart(
         key=[(line.name, line.css) for line in there] if len(there) > 1 else (),
         grid=[_coordinate((1 - up(y)) * HEIGHT) for y in ticks],
         marks=[(_coordinate(at(mark.x) * WIDTH), mark) for mark in marks if left <= mark.x <= right],
-    )
-
-
-def band_chart(
-    title: str,
-    columns: Sequence[Mapping[str, float]],
-    names: Sequence[tuple[str, str]],
-    labels: Sequence[tuple[float, str]],
-) -> Chart | None:
-    """Return a chart of stacked shares of the nodes' time; the shares of a column sum to at most 1.
-
-    `names`: each share with its class in the style sheet. `labels`: positions on the time axis (0 to 1) with text.
-    """
-    if not columns:
-        return None
-    width = WIDTH / len(columns)
-    paths: dict[str, list[str]] = {name: [] for name, _ in names}
-    for number, column in enumerate(columns):
-        low = HEIGHT
-        for name, _ in names:
-            high = column.get(name, 0.0) * HEIGHT
-            if high > 0.02:
-                up, right, down = _coordinate(-high), _coordinate(width), _coordinate(high)
-                paths[name].append(f"M{_coordinate(number * width)},{_coordinate(low)}v{up}h{right}v{down}z")
-                low -= high
-    there = [(name, css) for name, css in names if paths[name]]
-    return Chart(
-        title=title,
-        unit="share of the nodes' time",
-        x_name="time",
-        paths=[(css, "".join(paths[name]), name) for name, css in there],
-        x_labels=labels,
-        y_labels=[(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)],
-        key=there,
     )
 
 

@@ -17,7 +17,7 @@ from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
-from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMark, axis_ticks
+from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMark
 from relayrun.watch.report.html import render_page
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
@@ -27,9 +27,6 @@ PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
 )
 """Parts of the node time with one colour, and their class."""
-
-TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-"""Units of a time axis, in seconds."""
 
 MOST_MARKS = 200
 """Maximum number of marked events in a chart: the newest."""
@@ -82,7 +79,6 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
         "waits": ", ".join(
             f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name]
         ),
-        "band": _part_band(page),
         "tables": account_tables(account),
         "failures": _failure_rows(page),
         "attempts": _attempt_rows(page),
@@ -164,17 +160,6 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
         if trained is not None or each.cause not in (*PLANNED_CAUSES, "running"):
             before = each
     return marks[-MOST_MARKS:]
-
-
-def _part_band(page: RunReportData) -> Chart | None:
-    columns = [
-        {name: sum(shares.get(part, 0.0) for part in parts) for name, parts, _ in PART_GROUPS} for shares in page.band
-    ]
-    length = len(columns) * page.band_seconds
-    unit, seconds = next((each for each in TIME_UNITS if length >= 3 * each[1]), TIME_UNITS[-1])
-    ticks = axis_ticks(0.0, length / seconds, 5) if length else []
-    labels = [(at * seconds / length, f"{at:g} {unit}") for at in ticks]
-    return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
 
 
 def _attempt_rows(page: RunReportData) -> list[tuple[str, ...]]:

@@ -20,16 +20,12 @@ from relayrun.files import read_json
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.attribution import Mask
-from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, to_microseconds
+from relayrun.watch.goodput.facts import NodeAllocation, read_run_facts
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 
 SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
 """Metrics with a chart."""
-
-BAND_COLUMNS = 240
-"""Columns of the chart of goodput over time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +71,6 @@ class RunReportData:
     """Loss of each validation set."""
     trained: Sequence[AllocationSteps | None]
     """One entry per allocation of the account."""
-    band: Sequence[dict[str, float]]
-    """Shares of the nodes' time by part, one entry per `band_seconds` from `band_start` on."""
-    band_start: float
-    band_seconds: float
     checkpoints: Sequence[CheckpointCommit]
     """Checkpoints that count, oldest first."""
     evaluations: Sequence[evaluations.EvaluationResult]
@@ -94,22 +86,6 @@ class RunReportData:
     @property
     def name(self) -> str:
         return self.account.name
-
-
-@dataclass
-class _NodeTimeBand:
-    """Node time by part and column."""
-
-    grain: int
-    columns: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    def take(self, part: str, amount: int, start: int, end: int) -> None:
-        first, last = start // self.grain, max(start, end - 1) // self.grain
-        for column in range(first, last + 1):
-            inside = min(end, (column + 1) * self.grain) - max(start, column * self.grain)
-            share = inside / (end - start) if end > start else 1.0
-            sums = self.columns.setdefault(column, {})
-            sums[part] = sums.get(part, 0.0) + amount * share
 
 
 @dataclass
@@ -153,16 +129,8 @@ class _MetricLines:
 def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     """Read a run. Raises RunDirError if no attempt has begun, or a record is damaged."""
     facts = read_run_facts(run, now=now)
-    begin, grain = _columns_of(facts)
-    band, lines = _NodeTimeBand(grain), _MetricLines()
-    found = account_for_run(
-        run,
-        facts=facts,
-        sink=lambda _: band.take,
-        seen=lines.seen,
-        also=("grad_norm", "lr", "memory_bytes"),
-        grain=grain,
-    )
+    lines = _MetricLines()
+    found = account_for_run(run, facts=facts, seen=lines.seen, also=("grad_norm", "lr", "memory_bytes"))
     columns = lines.joined()
     x = columns["iteration"]
     rises = bool(np.all(np.diff(x) >= 0))
@@ -180,9 +148,6 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
         validation={name: _points(points) for name, points in sorted(lines.validation.items())},
         trained=[lines.trained.get(id(allocation)) for allocation in facts.allocations],
-        band=_column_shares(band, begin, grain, nodes=max(allocation.nodes for allocation in facts.allocations)),
-        band_start=begin / MICROSECONDS_PER_SECOND,
-        band_seconds=grain / MICROSECONDS_PER_SECOND,
         checkpoints=checkpoints,
         evaluations=evaluations.evaluation_results(run),
         data=data,
@@ -191,27 +156,6 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         config="" if newest is None else run.config_revision(newest).read_text(encoding="utf-8", errors="replace"),
         stop=stop_reason(run),
     )
-
-
-def _columns_of(facts: RunAllocations) -> tuple[int, int]:
-    """Begin of the first column of the band, and length of a column, in microseconds."""
-    begin = min(
-        allocation.start if allocation.submit is None else min(allocation.submit, allocation.start)
-        for allocation in facts.allocations
-    )
-    end = max(allocation.end for allocation in facts.allocations)
-    grain = max(MICROSECONDS_PER_SECOND // 10, -(-to_microseconds(end - begin) // BAND_COLUMNS))
-    return to_microseconds(begin) // grain * grain, grain
-
-
-def _column_shares(band: _NodeTimeBand, begin: int, grain: int, *, nodes: int) -> list[dict[str, float]]:
-    """Columns as shares of the time of all nodes."""
-    first = begin // grain
-    columns: list[dict[str, float]] = [{} for _ in range(max(band.columns, default=first) - first + 1)]
-    for number, sums in band.columns.items():
-        if number >= first:
-            columns[number - first] = {part: amount / (grain * nodes) for part, amount in sums.items()}
-    return columns
 
 
 def _points(points: Sequence[tuple[float, float]]) -> Series:
