@@ -95,13 +95,13 @@ def divide_among_node(folder: Path, ranks: Ranks, per_node: int, parts: Sequence
     found: dict[int, list[TensorPart]] = {}
     failed = 0
     try:
-        write_atomic(folder / f"parts-{ranks.rank:04}.json", json.dumps(parts), durable=False)
+        write_atomic(folder / f"parts.{ranks.rank:04}.json", json.dumps(parts), durable=False)
     except OSError:
         failed = 1
     if not ranks.maximum([failed])[0]:
         try:
             for rank in range(first, min(first + per_node, ranks.world_size)):
-                text = (folder / f"parts-{rank:04}.json").read_text(encoding="utf-8")
+                text = (folder / f"parts.{rank:04}.json").read_text(encoding="utf-8")
                 found[rank] = [TensorPart(*part) for part in json.loads(text)]
         except (OSError, ValueError):
             failed = 1
