@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from relayrun.tokens.mixture.build_datasets import training_order
 from tests import streaming
 from tests.workspace import Workspace
 
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH, BATCH = 64, 12
 
 
@@ -197,3 +199,25 @@ def test_the_import_loads_neither_torch_nor_pydantic() -> None:
     program = "import sys, relayrun.loader; print({'torch', 'pydantic', 'pyarrow', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_pages_program_runs(tmp_path: Path) -> None:
+    """The first block of docs/how-to/loader.md, on data of the names that it uses."""
+    workspace = Workspace.make(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for name, files in (("web", "shard[01].*"), ("code", "shard2.*")):
+        (tmp_path / "shards" / name).mkdir()
+        for file in (workspace.folder / "data").glob(files):
+            file.rename(tmp_path / "shards" / name / file.name)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer" / "tokenizer.json")
+    program = (ROOT / "docs/how-to/loader.md").read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["(8, 128) (8, 128)"] * 10, done.stderr

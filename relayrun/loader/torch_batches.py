@@ -27,7 +27,9 @@ class TorchBatches(torch.utils.data.IterableDataset[dict[str, Any]]):
             yield {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
+        """See `Loader.state_dict`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
         self._loader.load_state_dict(state)

@@ -26,8 +26,7 @@ import numpy as np
 from relayrun.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
+    from relayrun.loader.torch_batches import TorchBatches
     from relayrun.tokens.order.batches import BatchReader
     from relayrun.tokens.order.sample_rows import RowBatch
     from relayrun.tokens.order.sampler import ReplicaSampleReader
@@ -50,10 +49,10 @@ _UNUSED_SECTIONS = {
 class Loader(Iterator[dict[str, Any]]):
     """An endless iterator over this rank's share of global batches.
 
-    `data`: the settings of `data` in a run config, or the path of a run config whose `data` is taken. `seq_length`: of
-    inputs, in tokens. `batch_size`: samples of a global batch, a multiple of `world_size`. `rank`, `world_size`: of the
-    data-parallel ranks. `gather`: returns a list of its argument on every rank, such as a call of
-    `torch.distributed.all_gather_object`; only for `state_dict` of text (`stream`) on several ranks.
+    `data`: the settings of `data` in a run config, with paths from the working directory, or a run config to take them
+    from. `seq_length`: of inputs, in tokens. `batch_size`: samples of a global batch, a multiple of `world_size`.
+    `rank`, `world_size`: of the data-parallel ranks. `gather`: returns a list of its argument on every rank, such as a
+    call of `torch.distributed.all_gather_object`; only for `state_dict` of text on several ranks.
 
     Raises ConfigError and InputError for settings, shards and tokenizers that a submit refuses.
     """
@@ -126,10 +125,10 @@ class Loader(Iterator[dict[str, Any]]):
         self.close()
         self._consumed = self._order.resume(state)
 
-    def as_torch(self) -> torch.utils.data.IterableDataset[dict[str, Any]]:
+    def as_torch(self) -> TorchBatches:
         """Return this loader as a dataset of whole batches for `DataLoader(dataset, batch_size=None)` or torchdata's
         `StatefulDataLoader`, with tensors. It reads ahead in threads, so at most one worker."""
-        from relayrun.train.torch_loader import TorchBatches
+        from relayrun.loader.torch_batches import TorchBatches
 
         return TorchBatches(self)
 
@@ -164,9 +163,8 @@ class Loader(Iterator[dict[str, Any]]):
 def _config(data: Mapping[str, Any] | str | Path, *, seq_length: int, batch_size: int, seed: int) -> Any:
     from relayrun.config.compose import mixture_setting, resolve
     from relayrun.config.compose.yaml_file import LocatedSettings
-    from relayrun.places import project_folder
 
-    settings = LocatedSettings(root=project_folder(None))
+    settings = LocatedSettings(root=Path.cwd())
     if isinstance(data, Mapping):
         settings.values["data"] = dict(data)
     else:
@@ -180,7 +178,7 @@ def _config(data: Mapping[str, Any] | str | Path, *, seq_length: int, batch_size
         "seed": seed,
     }
     settings.values |= _UNUSED_SECTIONS | {"training": training}
-    mixture_setting.insert_mixture(settings, settings.root or project_folder(None))
+    mixture_setting.insert_mixture(settings, settings.root or Path.cwd())
     return resolve.require_native(resolve.validate_settings(settings))
 
 
