@@ -10,15 +10,16 @@ to the next node. Where there are no restarts nothing is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 from relayrun.control.agent.memory_copies import HEADER_BYTES, read_copies
 from relayrun.train.checkpoint.memory_replication import NeighbourReplica
 from relayrun.train.hooks import Gradients, Hook, HookContext, StepStart
+from tests.waiting import wait_for
 
 
 class Kills(Hook):
@@ -76,14 +77,13 @@ class Kills(Hook):
         for copy in read_copies(self._folder):
             if not copy.kept:
                 newest[copy.rank] = max(copy.iteration, newest.get(copy.rank, 0))
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            kept = {
-                (copy.rank, copy.iteration) for at in self._memory_folders() for copy in read_copies(at) if copy.kept
-            }
-            if kept >= set(newest.items()):
-                break
-            time.sleep(0.01)
+
+        def kept() -> bool:
+            found = [copy for folder in self._memory_folders() for copy in read_copies(folder) if copy.kept]
+            return {(copy.rank, copy.iteration) for copy in found} >= set(newest.items())
+
+        with contextlib.suppress(AssertionError):  # the other node was lost meanwhile
+            wait_for(kept, seconds=30, step=0.01)
 
     def _watch_neighbour(self) -> None:
         """Kill this rank when it has sent the header of its copy, and not the copy."""

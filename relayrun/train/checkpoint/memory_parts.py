@@ -32,6 +32,8 @@ class TensorPart(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
+    """Where a rank's part of a tensor lies."""
+
     rank: int
     """The rank whose copy has it."""
     at: int
