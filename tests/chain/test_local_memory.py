@@ -21,10 +21,10 @@ from .test_local_training import ROOT, submit
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-def nodes(count: int, *kills: str, **checkpoint: Any) -> dict[str, Any]:
-    """Settings of nodes with a rank each, which copies its state after each iteration."""
+def nodes(count: int, *kills: str, ranks: int = 1, **checkpoint: Any) -> dict[str, Any]:
+    """Settings of nodes with so many ranks each, which copy their state after each iteration."""
     return with_kills(*kills) | {
-        "job": {"nodes": count, "ntasks_per_node": 1},
+        "job": {"nodes": count, "ntasks_per_node": ranks},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": 1} | checkpoint,
     }
 
@@ -72,6 +72,23 @@ def test_ranks_of_a_lost_node_go_on_from_the_neighbours_copies_and_never_from_ch
         folder = Path((run.path / f"memory-folder-{rank}").read_text())
         assert folder.parent == Path("/dev/shm")
         assert not folder.exists()
+
+
+def test_ranks_that_share_a_node_find_their_weights_in_each_others_copies(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    reference = undisturbed(workspace, 4)
+    kills = ("1:3:lose:4", "2:0:update:7", "3:1:spoil:9", "4:2:spoil-all:14", "5:0:lose:18")
+    done = submit(workspace.config("killed", **nodes(2, *kills, ranks=2)))
+    run = workspace.run("killed")
+    assert [end.cause for end in ends(run)] == ["done"], done.stderr
+    assert sources(run) == [
+        ("neighbour", 3, 0),
+        ("memory", 6, 0),
+        ("neighbour", 8, 0),
+        ("disk", 10, 3),
+        ("neighbour", 17, 0),
+    ]
+    assert_same_run(run, reference)
 
 
 def test_two_nodes_lost_at_once_go_on_from_their_neighbours_unless_they_are_neighbours(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ HEAVY = ("train",)
 HEAVY_MODULES = (
     PACKAGE / "tokens" / "order" / "megatron.py",
     PACKAGE / "lab" / "loss_terms.py",
+    PACKAGE / "loader" / "torch_batches.py",
     *(PACKAGE / "lab" / "gpucheck" / "programs").glob("*.py"),
     *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
 )

@@ -10,14 +10,16 @@ to the next node. Where there are no restarts nothing is killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.agent.memory_copies import HEADER_BYTES
+from relayrun.control.agent.memory_copies import HEADER_BYTES, read_copies
 from relayrun.train.checkpoint.memory_replication import NeighbourReplica
 from relayrun.train.hooks import Gradients, Hook, HookContext, StepStart
+from tests.waiting import wait_for
 
 
 class Kills(Hook):
@@ -55,14 +57,33 @@ class Kills(Hook):
             spoil(self._folder, f"rank-{self._rank:04}.*")
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{self._rank}:spoil-all:{at}" in self._kills:
-            for path in self._folders.glob("memory-folder-*"):
-                spoil(Path(path.read_text()), f"*-{self._rank:04}.*")
+            self._wait_for_neighbour()
+            for folder in self._memory_folders():
+                spoil(folder, f"*-{self._rank:04}.*")
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{self._rank}:lose:{at}" in self._kills:
+            self._wait_for_neighbour()
             for path in self._folder.iterdir():
                 path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self._here(f"update:{gradients.iteration}")
+
+    def _memory_folders(self) -> set[Path]:
+        return {Path(path.read_text()) for path in self._folders.glob("memory-folder-*")}
+
+    def _wait_for_neighbour(self) -> None:
+        """Wait until the next node keeps the newest copies of this one: a step may be shorter than their way."""
+        newest: dict[int, int] = {}
+        for copy in read_copies(self._folder):
+            if not copy.kept:
+                newest[copy.rank] = max(copy.iteration, newest.get(copy.rank, 0))
+
+        def kept() -> bool:
+            found = [copy for folder in self._memory_folders() for copy in read_copies(folder) if copy.kept]
+            return {(copy.rank, copy.iteration) for copy in found} >= set(newest.items())
+
+        with contextlib.suppress(AssertionError):  # the other node was lost meanwhile
+            wait_for(kept, seconds=30, step=0.01)
 
     def _watch_neighbour(self) -> None:
         """Kill this rank when it has sent the header of its copy, and not the copy."""

@@ -1,23 +1,23 @@
 """Copies of a rank's state in the memory of its own node and of the next node, for restarts inside the job.
 
 A copy holds this rank's parts of model and optimizer, its generators, and the plain values of a checkpoint, so it fits
-only the layout of this job. A restart uses an iteration of which every rank has a copy, its own or a neighbour's, and
-loads it only if every rank finds the bytes that were written. `memory_interval` says how often the state is copied.
+only the layout of this job. A tensor that several ranks of a node have is in one copy (`memory_parts`). A restart uses
+an iteration of which every rank has a copy, its own or a neighbour's, and loads it only if every rank finds the bytes
+that were written. `memory_interval` says how often the state is copied.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, apply_factory_merges
@@ -33,9 +33,12 @@ from relayrun.files import append_line, read_json_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
 from relayrun.train.checkpoint.memory_interval import MedianCopyAndStepTime, MemoryCopySchedule, StepSlowdown
+from relayrun.train.checkpoint.memory_parts import NodeDivision, divide_among_node, tensor_parts
 from relayrun.train.checkpoint.memory_replication import (
+    ByteArray,
     MemoryCopy,
     NeighbourReplica,
+    copy_body,
     discard_later_copies,
     whole_copy,
     write_copy,
@@ -63,10 +66,12 @@ class MemoryTier:
         self._checkpointer, self._ranks, self._attempt, self._metrics = checkpointer, ranks, attempt, metrics
         self._asked = config.checkpoint.memory_interval
         self._slots = [MemorySlot(folder, ranks.rank, number) for number in range(SLOTS_PER_RANK)]
-        per_node = config.job.ntasks_per_node
+        self._folder, self._per_node = folder, config.job.ntasks_per_node
+        self._division: NodeDivision | None = None
         self._neighbour: NeighbourReplica | None = None
-        if per_node < ranks.world_size:
-            self._neighbour = NeighbourReplica(folder, ranks, per_node=per_node, secret=attempt.read_secret())
+        if self._per_node < ranks.world_size:
+            secret = attempt.read_secret()
+            self._neighbour = NeighbourReplica(folder, ranks, per_node=self._per_node, secret=secret)
         self._on = True
         self.source = "memory"
         """Source of the state that `load` restored: `memory` or `neighbour`."""
@@ -143,8 +148,9 @@ class MemoryTier:
         None, on every rank, if a rank has neither an intact copy nor one at its neighbour; then nothing has changed.
         """
         found = self._find(iteration)
-        wanted = self._checkpointer.wanted_state()
-        bad = found is None or found.header["layout"] != _layout(_parts_of_load(wanted)[0])
+        tensors = _tensors_and_objects(_parts_of_load(self._checkpointer.wanted_state())[0])[0]
+        division = self._divide(tensors)
+        bad = found is None or found.header["layout"] != division.layout
         if bad:
             log.warning("rank %s: no copy of iteration %s in memory is what was written", self._ranks.rank, iteration)
         if self._ranks.maximum([int(bad)])[0]:
@@ -152,22 +158,23 @@ class MemoryTier:
         assert found is not None
         self.discard(after=iteration)
         plain, body = found.body[: found.header["plain"]].tobytes(), found.body[found.header["plain"] :]
+        bodies = {place.rank: self._body_beside(place.rank, iteration) for place in division.places}
+        bodies[self._ranks.rank] = body
 
         def fill(wanted: ShardedStateDict, plain: dict[str, Any]) -> dict[str, Any]:
             parts, nonpersistent, factories = _parts_of_load(wanted)
-            at = 0
+            places = iter(division.places)
+            at = division.own_bytes
 
             def value(part: ShardedBase) -> Any:
                 nonlocal at
                 if isinstance(part, ShardedTensor):
-                    size = part.data.nbytes
-                    made = torch.from_numpy(body[at : at + size].copy()).view(part.data.dtype).view(part.data.shape)
-                else:
-                    size = int(body[at : at + 8].view(np.int64)[0])
-                    at += 8
-                    made = torch.load(io.BytesIO(body[at : at + size].tobytes()), weights_only=True)
-                at += size
-                return made
+                    place = next(places)
+                    source = bodies[place.rank][place.at : place.at + part.data.nbytes].copy()
+                    return torch.from_numpy(source).view(part.data.dtype).view(part.data.shape)
+                size = int(body[at : at + 8].view(np.int64)[0])
+                at += 8 + size
+                return torch.load(io.BytesIO(body[at - size : at].tobytes()), weights_only=True)
 
             loaded = dict_list_map_outplace(value, parts)
             merge(plain, nonpersistent)
@@ -177,23 +184,39 @@ class MemoryTier:
 
         return self._checkpointer.restore_copy(torch.load(io.BytesIO(plain), weights_only=True), sizes, fill)
 
+    def _divide(self, tensors: Sequence[ShardedTensor]) -> NodeDivision:
+        if self._division is None:
+            parts = tensor_parts(tensors)
+            self._division = divide_among_node(self._folder, self._ranks, self._per_node, parts)
+        return self._division
+
+    def _body_beside(self, rank: int, iteration: int) -> ByteArray:
+        """Return the parts in the copy of a rank of this node, which that rank has found intact."""
+        for number in range(SLOTS_PER_RANK):
+            slot = MemorySlot(self._folder, rank, number)
+            header = slot.header() or {}
+            if header.get("iteration") == iteration:
+                return copy_body(slot, header["size"])[header["plain"] :]
+        raise FileNotFoundError(f"the copy of rank {rank} in memory is gone: {self._folder}")
+
     def _write(self, iteration: int, state: ShardedStateDict) -> MemoryCopy:
         sharded, common = save_preprocess(state, validate_access_integrity=False)
-        parts = list(nested_values(sharded))
-        plain = torch_bytes(common)
+        tensors, objects = _tensors_and_objects(sharded)
+        division = self._divide(tensors)  # all ranks come here: nothing above depends on this node
+        plain, rank = torch_bytes(common), self._ranks.rank
         pieces: list[torch.Tensor | bytes] = [plain]
-        for part in parts:
-            if isinstance(part, ShardedTensor):
-                pieces.append(part.data.detach())
-            else:
-                packed = torch_bytes(part.data)
-                pieces.append(np.int64(len(packed)).tobytes() + packed)
+        pieces += [
+            tensor.data.detach() for tensor, place in zip(tensors, division.places, strict=True) if place.rank == rank
+        ]
+        for each in objects:
+            packed = torch_bytes(each.data)
+            pieces.append(np.int64(len(packed)).tobytes() + packed)
         size = sum(piece.nbytes if isinstance(piece, torch.Tensor) else len(piece) for piece in pieces)
         slot = min(self._slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
         for each in self._slots:
             each.reserve(size)
-        header = {"rank": self._ranks.rank, "ranks": self._ranks.world_size, "iteration": iteration}
-        return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
+        header = {"rank": rank, "ranks": self._ranks.world_size, "iteration": iteration}
+        return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=division.layout)
 
     def _known(self) -> int | None:
         lines = read_json_lines_backwards(self._attempt.memory_intervals)
@@ -219,7 +242,11 @@ class MemoryTier:
         rank, size = self._ranks.rank, self._ranks.world_size
         found = None
         for slot in self._slots:
-            found = found or whole_copy(slot, rank=rank, ranks=size, iteration=iteration)
+            mine = (slot.header() or {}).get("iteration") == iteration
+            copy = whole_copy(slot, rank=rank, ranks=size, iteration=iteration) if mine else None
+            found = found or copy
+            if mine and copy is None:
+                slot.void()  # the other ranks of the node must not read it
         if self._neighbour is None:
             return found
         lost = self._ranks.maximum([int(found is None and number == rank) for number in range(size)])
@@ -235,11 +262,8 @@ def _parts_of_load(wanted: ShardedStateDict) -> tuple[ShardedStateDict, dict[str
     return extract_sharded_base(sharded)[0], nonpersistent, factories
 
 
-def _layout(sharded: ShardedStateDict) -> str:
-    words = [
-        [part.key, list(part.global_offset), list(part.data.shape), str(part.data.dtype)]
-        if isinstance(part, ShardedTensor)
-        else [part.unique_key]
-        for part in nested_values(sharded)
+def _tensors_and_objects(sharded: ShardedStateDict) -> tuple[list[ShardedTensor], list[ShardedBase]]:
+    parts = list(nested_values(sharded))
+    return [each for each in parts if isinstance(each, ShardedTensor)], [
+        each for each in parts if not isinstance(each, ShardedTensor)
     ]
-    return xxhash.xxh3_128_hexdigest(json.dumps(words).encode())

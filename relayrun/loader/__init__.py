@@ -1,0 +1,193 @@
+"""The data of relayrun in a training program of one's own: mixtures of token shards and of text, resumed exactly.
+
+    from relayrun.loader import Loader
+
+    loader = Loader({"tokenizer": "gpt2", "mixture": {"web": {"path": "/data/web", "weight": 3},
+                                                      "code": {"path": "/data/code", "weight": 1}}},
+                    seq_length=4096, batch_size=512, rank=rank, world_size=world_size)
+    for batch in loader:                             # of this rank: {"input_ids": int64 [rows, 4096], "labels": ...}
+        ...
+        state = loader.state_dict()                  # some kB of JSON, the same on every rank
+    loader.load_state_dict(state)                    # before the first batch; the number of ranks may be another
+
+Batch k, over all ranks, depends on the data, the seed and k alone: rank r of R has rows k * batch_size + r * rows to
+k * batch_size + (r + 1) * rows - 1, with rows = batch_size / R. A loader is for one thread; threads of its own read
+ahead, and `close` ends them. Before a `Loader` is made, pydantic is not imported; torch only by `as_torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from relayrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relayrun.loader.torch_batches import TorchBatches
+    from relayrun.tokens.order.batches import BatchReader
+    from relayrun.tokens.order.sample_rows import RowBatch
+    from relayrun.tokens.order.sampler import ReplicaSampleReader
+
+STATE_VERSION = 1
+_UNUSED_SECTIONS = {
+    "project": "loader",
+    "name": "loader",
+    "model": dict.fromkeys(
+        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"), 1
+    ),
+    "optimizer": {"lr": 1.0},
+    "checkpoint": {"interval": 1},
+    "job": {"time": "1"},
+    "cluster": {"name": "local", "scheduler": "local"},
+}
+"""What a run config needs besides its data."""
+
+
+class Loader(Iterator[dict[str, Any]]):
+    """An endless iterator over this rank's share of global batches.
+
+    `data`: the settings of `data` in a run config, with paths from the working directory, or a run config to take them
+    from. `seq_length`: of inputs, in tokens. `batch_size`: samples of a global batch, a multiple of `world_size`.
+    `rank`, `world_size`: of the data-parallel ranks. `gather`: returns a list of its argument on every rank, such as a
+    call of `torch.distributed.all_gather_object`; only for `state_dict` of text on several ranks.
+
+    Raises ConfigError and InputError for settings, shards and tokenizers that a submit refuses.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any] | str | Path,
+        *,
+        seq_length: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 1234,
+        gather: Callable[[Any], list[Any]] | None = None,
+    ) -> None:
+        from relayrun.submit.check.data import build_manifest
+        from relayrun.tokens.mixture.build_datasets import training_order
+
+        if batch_size < 1 or not 0 <= rank < world_size or batch_size % world_size:
+            wrong = f"batch_size {batch_size}, rank {rank}, world_size {world_size}"
+            raise ConfigError(wrong, hint="a batch is a multiple of world_size, and rank counts from 0")
+        self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
+        config = _config(data, seq_length=seq_length, batch_size=batch_size, seed=seed)
+        self._sizes, self._gather = config.training.batch_sizes, gather
+        self._manifest = build_manifest(config)
+        self._order = training_order(config, self._manifest)
+        self._consumed = 0
+        self._reader: BatchReader | None = None
+        self._lanes: ReplicaSampleReader | None = None
+
+    @property
+    def position(self) -> int:
+        """Samples of all ranks before the next batch."""
+        return self._consumed
+
+    def ledger(self) -> dict[str, int]:
+        """Return the samples of each data set before the next batch; they sum to `position`."""
+        return self._order.schedule.counts(self._consumed)
+
+    def __next__(self) -> dict[str, Any]:
+        """Return `input_ids` and `labels`, int64 [rows, seq_length]; where rows have them, `loss_mask`, float32 of the
+        same shape, and `document_lengths`, a list of tokens per document for each row, or None."""
+        if self._reader is None:
+            self._reader = self._open()
+        (rows,) = next(self._reader)
+        self._consumed = self._reader.consumed_samples
+        return _as_dict(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state before the next batch, plain JSON. With text, all ranks of several call it together."""
+        cursors: list[Any] = []
+        if self._lanes is not None:
+            own = {
+                name: [[lane, *cursor] for lane, cursor in lanes.items()]
+                for name, lanes in self._lanes.cursors(self._consumed).items()
+            }
+            if self._gather is None and self.world_size > 1:
+                raise ConfigError("each rank knows the positions of its own lanes of text", hint="give Loader a gather")
+            every = [own] if self._gather is None else self._gather(own)
+            cursors = [{name: {one[0]: tuple(one[1:]) for one in lanes} for name, lanes in of.items()} for of in every]
+        return {"loader": STATE_VERSION, "batch_size": self.batch_size, **self._order.state(self._consumed, cursors)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind a state, of any number of ranks. A changed mixture, or another batch size, begins there.
+
+        Raises FatalTrainingError, with each difference, for a state of other data, seed or length.
+        """
+        if state.get("loader") != STATE_VERSION:
+            raise ConfigError(f"the state is of version {state.get('loader')!r}, and this reads {STATE_VERSION}")
+        self.close()
+        self._consumed = self._order.resume(state)
+
+    def as_torch(self) -> TorchBatches:
+        """Return this loader as a dataset of whole batches for `DataLoader(dataset, batch_size=None)` or torchdata's
+        `StatefulDataLoader`, with tensors. It reads ahead in threads, so at most one worker."""
+        from relayrun.loader.torch_batches import TorchBatches
+
+        return TorchBatches(self)
+
+    def close(self) -> None:
+        """End the threads; the next batch starts them again."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._lanes = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> BatchReader:
+        from relayrun.tokens.order.batches import BatchReader
+
+        if self._order.lanes is not None:
+            self._lanes = self._order.lane_reader(self._consumed, self.rank, self.world_size)
+        return BatchReader(
+            self._lanes or self._order,
+            data_parallel_rank=self.rank,
+            data_parallel_size=self.world_size,
+            micro_batch_size=self.batch_size // self.world_size,
+            batch_sizes=self._sizes,
+            consumed_samples=self._consumed,
+            vocabulary_size=self._manifest.vocabulary_size,
+        )
+
+
+def _config(data: Mapping[str, Any] | str | Path, *, seq_length: int, batch_size: int, seed: int) -> Any:
+    from relayrun.config.compose import mixture_setting, resolve
+    from relayrun.config.compose.yaml_file import LocatedSettings
+
+    settings = LocatedSettings(root=Path.cwd())
+    if isinstance(data, Mapping):
+        settings.values["data"] = dict(data)
+    else:
+        settings = resolve.read_settings(Path(data))
+        settings.values = {"data": settings.values.get("data", {})}
+    training = {
+        "steps": 1,
+        "micro_batch_size": 1,
+        "seq_length": seq_length,
+        "global_batch_size": batch_size,
+        "seed": seed,
+    }
+    settings.values |= _UNUSED_SECTIONS | {"training": training}
+    mixture_setting.insert_mixture(settings, settings.root or Path.cwd())
+    return resolve.require_native(resolve.validate_settings(settings))
+
+
+def _as_dict(rows: RowBatch) -> dict[str, Any]:
+    batch: dict[str, Any] = {"input_ids": rows.tokens[:, :-1], "labels": rows.tokens[:, 1:]}
+    if rows.loss_mask is not None:
+        batch["loss_mask"] = rows.loss_mask
+    if rows.lengths is not None:
+        batch["document_lengths"] = [None if row is None else [*map(int, row)] for row in rows.lengths]
+    return {
+        name: np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value for name, value in batch.items()
+    }

@@ -1,0 +1,223 @@
+"""`relayrun.loader` in a program of one's own: batches, states, changes of ranks and mixtures."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.cli import main
+from relayrun.config.compose import resolve
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.loader import Loader
+from relayrun.submit.check.data import build_manifest
+from relayrun.tokens.mixture.build_datasets import training_order
+from tests import streaming
+from tests.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH, BATCH = 64, 12
+
+
+def shards(workspace: Workspace, **weights: float) -> dict[str, Any]:
+    mixture = {
+        name: {"path": str(workspace.folder / "data" / files), "weight": weights[name]}
+        for name, files in (("web", "shard[01]"), ("code", "shard2"))
+        if name in weights
+    }
+    return {"tokenizer": str(workspace.folder / "tokenizer.json"), "mixture": mixture}
+
+
+def text(workspace: Workspace) -> dict[str, Any]:
+    """Streams of text, whose samples have no numbers."""
+    folder = workspace.folder
+    assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(folder / "bytes")]) == 0
+    streaming.write(folder / "web", "parquet", [200, 300, 100])
+    streaming.write(folder / "code", "parquet", [150, 90], first=1000)
+    mixture = {name: {"path": str(folder / name), "source": "parquet", "weight": 1} for name in ("web", "code")}
+    return {"tokenizer": str(folder / "bytes"), "mixture": mixture, "lanes": 12}
+
+
+class Ranks:
+    """Loaders of all ranks, in threads of one process where they call each other."""
+
+    def __init__(self, data: dict[str, Any], count: int, **settings: Any) -> None:
+        self._barrier, self._said = threading.Barrier(count, timeout=120), [None] * count
+        self.loaders = [
+            Loader(
+                data,
+                **{"seq_length": LENGTH, "batch_size": BATCH, "gather": self._gather(rank)} | settings,
+                rank=rank,
+                world_size=count,
+            )
+            for rank in range(count)
+        ]
+
+    def _gather(self, rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self._said[rank] = value
+            self._barrier.wait()
+            found = json.loads(json.dumps(self._said))
+            self._barrier.wait()
+            return found
+
+        return gather
+
+    def batch(self) -> list[list[int]]:
+        """Rows of the next batch, all ranks' shares one after the other."""
+        return [row.tolist() for loader in self.loaders for row in next(loader)["input_ids"]]
+
+    def state(self) -> dict[str, Any]:
+        states: list[Any] = [None] * len(self.loaders)
+
+        def ask(rank: int) -> None:
+            states[rank] = self.loaders[rank].state_dict()
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(len(states))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        words = {json.dumps(state, sort_keys=True) for state in states}
+        assert len(words) == 1
+        assert len(words.copy().pop()) < 16_384
+        return json.loads(words.pop())
+
+    def load(self, state: dict[str, Any]) -> None:
+        for loader in self.loaders:
+            loader.load_state_dict(state)
+
+    def close(self) -> None:
+        for loader in self.loaders:
+            loader.close()
+
+
+def same(found: list[list[int]], expected: list[list[int]], *, sets: bool) -> bool:
+    return sorted(found) == sorted(expected) if sets else found == expected
+
+
+def test_batches_are_those_of_a_run(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    data = shards(workspace, web=3, code=1)
+    config = resolve.load_run_config(workspace.config("run", data=data | {"datasets": []}))
+    order = training_order(resolve.require_native(config), build_manifest(config))
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH, seed=config.training.seed) as loader:
+        for k, batch in zip(range(5), loader, strict=False):
+            rows = np.stack([order.row(number).tokens for number in range(k * BATCH, (k + 1) * BATCH)])
+            assert batch["input_ids"].tolist() == rows[:, :-1].tolist()
+            assert batch["labels"].tolist() == rows[:, 1:].tolist()
+        assert loader.position == 5 * BATCH
+        assert sum(loader.ledger().values()) == 5 * BATCH
+
+
+@pytest.mark.parametrize("source", [shards, text])
+def test_a_state_goes_on_exactly_on_any_number_of_ranks(tmp_path: Path, source: Any) -> None:
+    workspace = Workspace.make(tmp_path)
+    data = shards(workspace, web=3, code=1) if source is shards else text(workspace)
+    whole = Ranks(data, 1)
+    expected = [whole.batch() for _ in range(14)]
+    whole.close()
+    choose, k, state = random.Random(5), 0, None
+    while k < len(expected):
+        ranks = Ranks(data, choose.choice([1, 2, 3, 4, 6]))
+        if state is not None:
+            ranks.load(state)
+        for _ in range(choose.randint(1, 4)):
+            if k < len(expected):
+                assert same(ranks.batch(), expected[k], sets=source is text), k
+                k += 1
+        state = ranks.state()
+        for _ in range(choose.randint(0, 2)):  # batches that a kill loses
+            ranks.batch()
+        ranks.close()
+
+
+def test_a_changed_mixture_begins_at_the_state_and_other_data_are_refused(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    first = Ranks(shards(workspace, web=3, code=1), 1)
+    for _ in range(3):
+        first.batch()
+    state, counts = first.state(), first.loaders[0].ledger()
+    first.close()
+    changed = Ranks(shards(workspace, code=1), 1)
+    changed.load(state)
+    changed.batch()
+    assert changed.loaders[0].ledger() == counts | {"code": counts["code"] + BATCH}
+    changed.close()
+    with pytest.raises(FatalTrainingError, match="seed was 1234, is 7"):
+        Ranks(shards(workspace, web=3, code=1), 1, seed=7).load(state)
+    with pytest.raises(FatalTrainingError, match="seq_length was 64, is 32"):
+        Ranks(shards(workspace, web=3, code=1), 1, seq_length=32).load(state)
+    with pytest.raises(ConfigError, match="version None"):
+        Ranks(shards(workspace, code=1), 1).load({})
+
+
+def test_text_on_several_ranks_needs_a_gather(tmp_path: Path) -> None:
+    data = text(Workspace.make(tmp_path))
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH, world_size=2) as loader:
+        next(loader)
+        with pytest.raises(ConfigError, match="gather"):
+            loader.state_dict()
+
+
+def test_wrong_sizes_and_unknown_settings_are_refused(tmp_path: Path) -> None:
+    data = shards(Workspace.make(tmp_path), code=1)
+    for wrong in ({"world_size": 5}, {"rank": 1}, {"batch_size": 0}):
+        with pytest.raises(ConfigError, match="batch_size"):
+            Loader(data, **{"seq_length": LENGTH, "batch_size": BATCH} | wrong)
+    with pytest.raises(ConfigError, match="mixtures"):
+        Loader(data | {"mixtures": {}}, seq_length=LENGTH, batch_size=BATCH)
+
+
+def test_torchs_data_loader_takes_it_with_a_worker_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)  # it would stay
+    data = shards(Workspace.make(tmp_path), web=3, code=1)
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH) as loader:
+        expected = [batch["input_ids"].tolist() for batch in islice(loader, 4)]
+    for workers in (0, 1):
+        with Loader(data, seq_length=LENGTH, batch_size=BATCH) as loader:
+            batches = torch.utils.data.DataLoader(loader.as_torch(), batch_size=None, num_workers=workers)
+            found = [batch["input_ids"] for batch in islice(batches, 4)]
+            assert all(isinstance(one, torch.Tensor) for one in found)
+            assert [one.tolist() for one in found] == expected
+    batches = torch.utils.data.DataLoader(loader.as_torch(), batch_size=None, num_workers=2)
+    with pytest.raises(Exception, match="2 workers would read the same samples"):
+        next(iter(batches))
+
+
+def test_the_import_loads_neither_torch_nor_pydantic() -> None:
+    program = "import sys, relayrun.loader; print({'torch', 'pydantic', 'pyarrow', 'megatron'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_pages_program_runs(tmp_path: Path) -> None:
+    """The first block of docs/how-to/loader.md, on data of the names that it uses."""
+    workspace = Workspace.make(tmp_path)
+    (tmp_path / "shards").mkdir()
+    for name, files in (("web", "shard[01].*"), ("code", "shard2.*")):
+        (tmp_path / "shards" / name).mkdir()
+        for file in (workspace.folder / "data").glob(files):
+            file.rename(tmp_path / "shards" / name / file.name)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer" / "tokenizer.json")
+    program = (ROOT / "docs/how-to/loader.md").read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["(8, 128) (8, 128)"] * 10, done.stderr
