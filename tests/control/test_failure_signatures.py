@@ -218,3 +218,37 @@ def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: 
     )
     end.write(run.attempt(1).end)
     assert failure_reason._came_again(run, [1], said) == again
+
+
+INTERLEAVED = """\
+n1: Traceback (most recent call last):
+n2: Exception ignored in: <function Client.__del__ at 0x7f>
+n2: Traceback (most recent call last):
+n1:   File "/x/load.py", line 4, in read
+n2:   File "/x/client.py", line 8, in __del__
+n2: AttributeError: 'Client' object has no attribute 'socket'
+n1: KeyError: 'tokens'
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (INTERLEAVED, "KeyError: 'tokens' (load.py:4)"),
+        (f"{TRACEBACK}RuntimeError: Error(s) in loading state_dict for GPT:\n\tsize mismatch for w: 3\n", "GPT: size"),
+        (f"{TRACEBACK}DistBackendError: NCCL error in: x.cpp:1\nLast error:\nno plugin\n", "x.cpp:1 no plugin"),
+        ("x.sh: line 3: nvidia-smi: command not found\n" + TRACEBACK + "KeyError: 'a'\n", "KeyError: 'a'"),
+        ("x.sh: line 3: conda: command not found\n" + TRACEBACK + "ModuleNotFoundError: No module\n", "conda"),
+    ],
+    ids=["hosts", "colon", "last-error", "passed-over", "environment"],
+)
+def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: str, words: str) -> None:
+    found = first_cause(log)
+    assert found is not None
+    assert words in found.text
+
+
+def test_an_exception_that_names_an_option_refuses_a_setting() -> None:
+    found = first_cause(f"{TRACEBACK}ValueError: set --ntasks-per-node=4 instead\n")
+    assert found is not None
+    assert (found.name, found.cause) == ("settings", "configuration")
