@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
-from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, classify, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, Table
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -49,8 +49,8 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling", *failure_signatures.literals())
-"""Parts of words of which every line that means something holds one: a fast look before the patterns."""
+_TROUBLE = ("Traceback", "The above exception", "During handling")
+"""Words that mean something besides those of the table."""
 _SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
@@ -104,7 +104,11 @@ def one_line(text: str) -> str:
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
-    found = find_statements(log, more)
+    return cause_among(log, find_statements(log, more))
+
+
+def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
+    """Return which of the words found in a log say why the program ended; None if no line does."""
     alive = _not_survived(log.splitlines(), found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
     own = [each for each in alive if not each.secondary]
@@ -135,9 +139,8 @@ def last_line(log: str) -> str:
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
-    present = [word for word in _TROUBLE if word in log]
-    if not present and not more:
-        return []
+    table = Table.of_log(log, more)
+    present = [*_TROUBLE, *table.texts()]
     lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
@@ -148,7 +151,8 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             continue
         host = next((each for each in hosts if line.startswith(each)), "")
         rank, text = _split_label(line[len(host) :])
-        if (head := _TRACEBACK.match(text)) and head["host"]:
+        head = _TRACEBACK.match(text) if "Traceback" in text else None
+        if head is not None and head["host"]:
             host, text = head["host"], text[len(head["host"]) :]
             hosts += (host,)
             rank, text = _split_label(text) if rank is None else (rank, text)
@@ -167,28 +171,26 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
         elif frames.get(of) == _IGNORED:
             del frames[of]
         elif of in frames and _RAISED.match(text):
-            made = _statement(lines, number, text, more, rank=rank, place=frames.pop(of))
+            made = _statement(lines, number, text, table, rank=rank, place=frames.pop(of))
             how = chained.pop(of, "")
             if how and (earlier := next((each for each in reversed(found) if each.rank == rank), None)) is not None:
                 found.remove(earlier)
                 made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
             found.append(made)
-        elif (other := _other_statement(lines, number, text, more, rank)) is not None:
+        elif (other := _other_statement(lines, number, text, table, rank)) is not None:
             found.append(other)
     return found
 
 
-def _other_statement(
-    lines: Sequence[str], number: int, text: str, more: Sequence[FailureSignature], rank: int | None
-) -> Statement | None:
+def _other_statement(lines: Sequence[str], number: int, text: str, table: Table, rank: int | None) -> Statement | None:
     """Return the words of a line outside tracebacks; None if it says nothing."""
     if _TASK_EXIT.match(text):
         return None
     last = _LAST_WORDS.match(text) is not None and "error: *** " not in text  # what Slurm ended failed before
-    made = _statement(lines, number, text, more, rank=rank, last=last)
+    made = _statement(lines, number, text, table, rank=rank, last=last)
     if made.signature is None and not made.secondary:
         return None
-    own = any(each is made.signature for each in more)
+    own = any(each is made.signature for each in table.more)
     begins = made.signature is not None and made.name not in GENERAL and re.match(made.signature.pattern, text)
     return replace(made, last=True) if begins else made if last or own or made.name in WARNINGS else None
 
@@ -197,32 +199,33 @@ def _statement(
     lines: Sequence[str],
     number: int,
     text: str,
-    more: Sequence[FailureSignature],
+    table: Table,
     *,
     rank: int | None,
     place: str = "",
     last: bool = True,
 ) -> Statement:
-    secondary, signature = is_secondary_error(text, more), classify(text, more)
+    signature = table.classify(text)
+    secondary = table.is_secondary(text, signature)
     words = text
     behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
     if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
         words = f"{text} {behind[0 if text.endswith(':') else behind.index('Last error:') + 1]}"
     if secondary or signature is None or signature.name in _OPEN:
-        entries = ((each, classify(each, more)) for each in behind)
+        entries = ((each, table.classify(each)) for each in behind)
         better = next(((each, known) for each, known in entries if known and known.name not in _OPEN), None)
         if better is not None:
             secondary, signature, words = False, better[1], f"{text} {better[0]}"
     refused = place and (_OF_SETTINGS.match(place) or _OPTION.search(text))
     if refused and signature is not None and signature.name in UNLISTED:
-        signature = failure_signatures.entry("settings", more)
+        signature = failure_signatures.entry("settings", table.more)
     return Statement(
         line=number,
         words=one_line(words),
         signature=signature,
         place=place,
         rank=rank,
-        last=last or any(each is signature for each in more),
+        last=last or any(each is signature for each in table.more),
         secondary=secondary,
     )
 
