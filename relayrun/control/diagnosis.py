@@ -9,13 +9,13 @@ explains an end. Words after which the program went on count nothing. Standard l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
-from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, classify, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, Table
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -32,7 +32,7 @@ _LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
-_TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
+_TRACEBACK = re.compile(r"(?P<host>[^\s(]+: )?.*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
@@ -41,7 +41,7 @@ _LAST_WORDS = re.compile(
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
     r"|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* |Can't locate "
-    r"|.*(?: failed \(exitcode: -|\] exits with return code = -)"
+    r"|.*(?: failed \(exitcode: -|\] exits with return code = -|Watchdog caught collective operation timeout)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
@@ -49,8 +49,8 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling", *failure_signatures.literals())
-"""Parts of words of which every line that means something holds one: a fast look before the patterns."""
+_TROUBLE = ("Traceback", "The above exception", "During handling")
+"""Words that mean something besides those of the table."""
 _SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
@@ -104,24 +104,31 @@ def one_line(text: str) -> str:
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
-    found = find_statements(log, more)
+    return cause_among(log, find_statements(log, more))
+
+
+def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
+    """Return which of the words found in a log say why the program ended; None if no line does."""
     alive = _not_survived(log.splitlines(), found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
-    raised = max((each.line for each in alive if (each.place and not each.secondary) or each is ended), default=0)
-    optional = [each for each in alive if not each.place and each.line < raised and _is_optional(each)]
-    spoken = [each for each in alive if each.last and not each.secondary and each not in optional]
+    own = [each for each in alive if not each.secondary]
+    final = [each for each in own if each.place or each is ended or each.name == "syntax"]
+    spoken = [each for each in own if each.last and not _is_passed_over(each, final)]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
     of_place = [each for each in warned if each.cause in ("node", "file system")]
-    lost = [each for each in of_place if each in alive]
-    known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
+    known = [each for each in [*sick, *of_place, *owned] if each in alive and each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     said = next(iter([*sick, *owned]), None)
-    before = [each for each in lost if said and said.line > each.line and said.name in _EFFECTS]
-    return next(iter([*before, *sick, *owned, *of_place[-1:], *named, *warned[-1:], *spoken]), None)
+    before = [each for each in warned if each in alive and said and each.line < said.line and _warns_of(each, said)]
+    cause = next(iter([*before, *sick, *owned, *of_place[-1:], *named, *warned[-1:], *spoken]), None)
+    if cause is not None and cause.name == "abort" and "DistBackendError" in cause.words:
+        watchdog = (each for each in alive if each.secondary and each.line < cause.line)
+        return next((replace(each, signature=cause.signature, secondary=False) for each in watchdog), cause)
+    return cause
 
 
 def last_line(log: str) -> str:
@@ -132,95 +139,114 @@ def last_line(log: str) -> str:
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
-    present = [word for word in _TROUBLE if word in log]
-    if not present and not more:
-        return []
+    table = Table.of_log(log, more)
+    present = [*_TROUBLE, *table.texts()]
     lines = log.splitlines()
     found: list[Statement] = []
-    frames: dict[int | None, str] = {}  # the last frame of the open traceback of each rank
-    chained: dict[int | None, str] = {}  # how the next exception of each rank is chained
+    frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
+    chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
+    hosts: tuple[str, ...] = ()  # labels before a traceback that is no rank's: pdsh writes the node's name
     for number, line in enumerate(lines):
         if not frames and not more and not any(word in line for word in present):
             continue
-        rank, text = _split_label(line)
+        host = next((each for each in hosts if line.startswith(each)), "")
+        rank, text = _split_label(line[len(host) :])
+        head = _TRACEBACK.match(text) if "Traceback" in text else None
+        if head is not None and head["host"]:
+            host, text = head["host"], text[len(head["host"]) :]
+            hosts += (host,)
+            rank, text = _split_label(text) if rank is None else (rank, text)
+        of = host if rank is None else rank
         if line.startswith(LOG_PREFIX) or not text.strip():
             continue
         if text.startswith(("The above exception was the direct cause", "During handling of the above")):
-            chained[rank] = "cause" if text[0] == "T" else "handling"
-            frames[rank] = ""
-        elif _TRACEBACK.match(text):
-            ignored = number and lines[number - 1].startswith("Exception ignored")  # the program went on
-            frames[rank] = _IGNORED if ignored else ""
-        elif rank in frames and text[0] == " ":
-            if frames[rank] != _IGNORED and (frame := _FRAME.match(text)):
-                frames[rank] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
-        elif frames.get(rank) == _IGNORED:
-            del frames[rank]
-        elif rank in frames and _RAISED.match(text):
-            made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
-            how = chained.pop(rank, "")
+            chained[of] = "cause" if text[0] == "T" else "handling"
+            frames[of] = ""
+        elif head:
+            ignored = number and "Exception ignored in" in lines[number - 1]  # the program went on
+            frames[of] = _IGNORED if ignored else ""
+        elif of in frames and text[0] == " ":
+            if frames[of] != _IGNORED and (frame := _FRAME.match(text)):
+                frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
+        elif frames.get(of) == _IGNORED:
+            del frames[of]
+        elif of in frames and _RAISED.match(text):
+            made = _statement(lines, number, text, table, rank=rank, place=frames.pop(of))
+            how = chained.pop(of, "")
             if how and (earlier := next((each for each in reversed(found) if each.rank == rank), None)) is not None:
                 found.remove(earlier)
                 made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
             found.append(made)
-        elif (other := _other_statement(lines, number, text, more, rank)) is not None:
+        elif (other := _other_statement(lines, number, text, table, rank)) is not None:
             found.append(other)
     return found
 
 
-def _other_statement(
-    lines: Sequence[str], number: int, text: str, more: Sequence[FailureSignature], rank: int | None
-) -> Statement | None:
+def _other_statement(lines: Sequence[str], number: int, text: str, table: Table, rank: int | None) -> Statement | None:
     """Return the words of a line outside tracebacks; None if it says nothing."""
     if _TASK_EXIT.match(text):
         return None
     last = _LAST_WORDS.match(text) is not None and "error: *** " not in text  # what Slurm ended failed before
-    made = _statement(lines, number, text, more, rank=rank, last=last)
+    made = _statement(lines, number, text, table, rank=rank, last=last)
     if made.signature is None and not made.secondary:
         return None
-    own = any(each is made.signature for each in more)
-    return made if last or own or made.name in WARNINGS else None
+    own = any(each is made.signature for each in table.more)
+    begins = made.signature is not None and made.name not in GENERAL and re.match(made.signature.pattern, text)
+    return replace(made, last=True) if begins else made if last or own or made.name in WARNINGS else None
 
 
 def _statement(
     lines: Sequence[str],
     number: int,
     text: str,
-    more: Sequence[FailureSignature],
+    table: Table,
     *,
     rank: int | None,
     place: str = "",
     last: bool = True,
 ) -> Statement:
-    secondary, signature = is_secondary_error(text, more), classify(text, more)
+    signature = table.classify(text)
+    secondary = table.is_secondary(text, signature)
     words = text
-    if last and _CONTINUED.search(text) and (secondary or signature is None or signature.name in _OPEN):
-        for line in lines[number + 1 : number + CONTEXT_LINES]:
-            following = _split_label(line)
-            other = None not in (following[0], rank) and following[0] != rank
-            if other or "Traceback" in line or _TASK_EXIT.match(line):
-                break
-            better = classify(following[1], more)
-            if better is not None and better.name not in _OPEN:
-                secondary, signature, words = False, better, f"{text} {following[1]}"
-                break
-    if _OF_SETTINGS.match(place) and signature is not None and signature.name in UNLISTED:
-        signature = failure_signatures.entry("settings", more)
+    behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
+    if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
+        words = f"{text} {behind[0 if text.endswith(':') else behind.index('Last error:') + 1]}"
+    if secondary or signature is None or signature.name in _OPEN:
+        entries = ((each, table.classify(each)) for each in behind)
+        better = next(((each, known) for each, known in entries if known and known.name not in _OPEN), None)
+        if better is not None:
+            secondary, signature, words = False, better[1], f"{text} {better[0]}"
+    refused = place and (_OF_SETTINGS.match(place) or _OPTION.search(text))
+    if refused and signature is not None and signature.name in UNLISTED:
+        signature = failure_signatures.entry("settings", table.more)
     return Statement(
         line=number,
         words=one_line(words),
         signature=signature,
         place=place,
         rank=rank,
-        last=last or any(each is signature for each in more),
+        last=last or any(each is signature for each in table.more),
         secondary=secondary,
     )
 
 
+def _continuation(lines: Sequence[str], number: int, rank: int | None) -> Iterator[str]:
+    """Yield the lines of the same rank behind an exception that may belong to its message."""
+    for line in lines[number + 1 : number + CONTEXT_LINES]:
+        other, text = _split_label(line)
+        if (None not in (other, rank) and other != rank) or "Traceback" in line or _TASK_EXIT.match(line):
+            return
+        yield text.strip()
+
+
 _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
+_OPTION = re.compile(r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b")
+"""An option, which the words of an exception name if they refuse it."""
 _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
+_OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
+"""Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
@@ -229,8 +255,21 @@ _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
 
 
-def _is_optional(said: Statement) -> bool:
-    return said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
+def _warns_of(warning: Statement, said: Statement) -> bool:
+    """Return whether a warning names the cause of later words: of a node or a file system, or of a network."""
+    if warning.cause in ("node", "file system"):
+        return said.name in _EFFECTS
+    far = said.name == "hub" or "NCCL error" in said.words
+    return far and warning.name != said.name and (warning.cause == "network" or warning.name == "network-interface")
+
+
+def _is_passed_over(said: Statement, final: Sequence[Statement]) -> bool:
+    """Return whether the program or the script went on after these words, to one of its final words."""
+    later = [each for each in final if each.line > said.line]
+    if said.name == "program-missing":
+        return not said.place and any(each.name not in _OF_SHELL for each in later)
+    optional = said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
+    return optional and not said.place and bool(later)
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:
@@ -238,7 +277,7 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     no handler can mend the first; or the handler has a defect of its own."""
     general = other.name in (*GENERAL, "")
     if chained == "handling":
-        lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
+        lasting = one.cause in ("node", "file system") and (general or other.cause == one.cause)
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
         return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))

@@ -16,6 +16,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 _TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Each of the `patterns` is one alternative. `any_line`: the entry counts in any line, if no program says with its last
 words why it ended. `secondary`: words that only report that another rank or program is gone, or was told to end."""
-_SECONDARY = re.compile("|".join(_TABLE["secondary"]), re.I)
+_SECONDARY = [re.compile(pattern, re.I) for pattern in _TABLE["secondary"]]
 WARNINGS = tuple(each["name"] for each in _TABLE["entries"] if "any_line" in each)
 ENDS = ("abort", "crashed", "killed", "container-start")
 """Entries that say how a program ended: another line may say why."""
@@ -43,36 +44,63 @@ def _entry(values: dict[str, Any]) -> FailureSignature:
     return FailureSignature(pattern="|".join(values["patterns"]), **fields)
 
 
-def literals() -> list[str]:
-    """Return parts of words of which every line outside a traceback that means something holds one: the longest text
-    that each pattern needs. A pattern without any, a bare name of an exception, counts in a traceback alone."""
-    found = {_literal(pattern) for each in _TABLE["entries"] for pattern in each["patterns"]}
-    found |= {_literal(pattern)[1:] for pattern in _TABLE["secondary"]}  # these match in lower and in title case
-    short: list[str] = []
-    for text in sorted(found - {""}, key=len):
-        short += [] if any(other in text for other in short) else [text]
-    return short
-
-
+@functools.cache
 def _literal(pattern: str) -> str:
     """Return the longest text outside groups and classes that each match of a pattern contains."""
     text = re.sub(r"\\.|\[[^]]*\]", "\n", pattern)
     while text != (inner := re.sub(r"\([^()]*\)", "\n", text)):
         text = inner
-    return max(re.split(r".?[?*]|[\n.^$+]", text, flags=re.S), key=len)
+    return max(re.split(r".?(?:[?*]|\{\d+,?\d*\})|[\n.^$+]", text, flags=re.S), key=len)
 
 
 @functools.cache
 def signatures() -> list[tuple[re.Pattern[str], FailureSignature]]:
-    """Return relayrun's own entries with their compiled patterns."""
-    return [(re.compile(each.pattern), each) for each in map(_entry, _TABLE["entries"])]
+    """Return the compiled patterns of relayrun's own entries, each with its entry."""
+    entries = [(each["patterns"], _entry(each)) for each in _TABLE["entries"]]
+    return [(re.compile(pattern), known) for patterns, known in entries for pattern in patterns]
+
+
+_MASK = str.maketrans("123456789", "000000000")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The entries by which words are judged: those of a site or a run come first."""
+
+    more: Sequence[FailureSignature] = ()
+    own: Sequence[tuple[re.Pattern[str], FailureSignature]] = field(default_factory=signatures)
+    secondary: Sequence[re.Pattern[str]] = tuple(_SECONDARY)
+
+    @classmethod
+    def of_log(cls, log: str, more: Sequence[FailureSignature]) -> Table:
+        """Return a table without the patterns that no line of a log can match: their longest text is not in it. Lines
+        that differ in numbers alone are looked through once."""
+        kinds = "\n".join(set(log.translate(_MASK).splitlines()))
+        own = [found for found in signatures() if _literal(found[0].pattern).translate(_MASK) in kinds]
+        # these match in lower and in title case
+        return cls(more, own, [each for each in _SECONDARY if _literal(each.pattern)[1:].translate(_MASK) in kinds])
+
+    def texts(self) -> set[str]:
+        """Return parts of words of which every line outside a traceback that means something holds one. A pattern
+        without any, a bare name of an exception, counts in a traceback alone."""
+        of_own = {_literal(pattern.pattern) for pattern, _ in self.own}
+        return (of_own | {_literal(each.pattern)[1:] for each in self.secondary}) - {""}
+
+    def classify(self, words: str) -> FailureSignature | None:
+        """Return the entry of a line of words; None if no entry matches."""
+        if found := next((each for each in self.more if each not in _too_slow and _matches(each, words)), None):
+            return found
+        return next((each for pattern, each in self.own if pattern.search(words)), None)
+
+    def is_secondary(self, words: str, known: FailureSignature | None) -> bool:
+        """Return whether words only report that another rank is gone, or that it was told to end. `known`: their
+        entry."""
+        return (known is None or known.name in GENERAL) and any(each.search(words) for each in self.secondary)
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
     """Return the entry of a line of words, `more` of a site or a run first; None if no entry matches."""
-    if found := next((each for each in more if each not in _too_slow and _matches(each, words)), None):
-        return found
-    return next((each for pattern, each in signatures() if pattern.search(words)), None)
+    return Table(more).classify(words)
 
 
 PATTERN_SECONDS = 1.0
@@ -125,5 +153,4 @@ def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
 
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:
     """True if words only report that another rank is gone, or that it was told to end."""
-    known = _SECONDARY.search(words) is not None
-    return known and ((found := classify(words, more)) is None or found.name in GENERAL)
+    return Table(more).is_secondary(words, classify(words, more))

@@ -12,7 +12,7 @@
 | saves | stalled | training is several saves ahead of the newest checkpoint |
 | stalled-... | stalled | six hours of jobs without a checkpoint, in a run without notices |
 | unwritable | disk | no file can be written: the disk or a quota is full, or the file system is broken |
-| mirror | disk | checkpoints have waited for their copy for six hours of a job, and no pass says why |
+| mirror | disk | checkpoints have waited for their copy for six hours of a job, or for an hour and a pass says why |
 | quota-... | disk | a quota has room for few more checkpoints than are kept |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
@@ -24,17 +24,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from relayrun.control.chain.watch import stall_limit
 from relayrun.control.failure_signatures import classify
-from relayrun.control.notify.events import low_disk_text, quota_notice_id, stalled_notice
+from relayrun.control.notify.events import low_disk_text, mirror_notice, quota_notice_id, stalled_notice
 from relayrun.control.notify.notices import NoticePolicy
-from relayrun.control.rundir import mirror
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -55,8 +53,6 @@ CLOCK_TOLERANCE_SECONDS = 60.0
 """Largest difference between the clocks of nodes."""
 CHECKPOINTS = 2
 """Checkpoints that the disk should have room for, if the run's `notify` does not say."""
-NOT_COPIED_SECONDS = 21600.0
-"""Time that a checkpoint may wait for its copy while a job runs that could make it."""
 TRANSIENT_SECONDS = 3600.0
 """Time that a job may neither run nor end: nodes are cleaned up within minutes."""
 TRANSIENT_STATES = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
@@ -105,7 +101,8 @@ def find_symptoms(
         found.append(Symptom(event="disk", cause="room", reason=words, notice=f"disk-{status.attempt or 0:04}"))
     if running_since is not None and not full:  # ranks that cannot write are silent, too
         found += _at_work(run, plan, now) if at_work else _not_started(run, plan, status, now, running_since)
-        found += _not_copied(run, now) if at_work else []
+        if at_work and (words_of := mirror_notice(run, now)):
+            found.append(Symptom(event="disk", cause="mirror", reason=words_of[1], notice=words_of[0]))
         since = run.plan.stat().st_mtime
         if at_work and policy is None and (words_of := stalled_notice(run, since, NO_PROGRESS_SECONDS, now)):
             found.append(Symptom(event="stalled", cause=words_of[0], reason=words_of[1]))
@@ -217,21 +214,3 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
     for _, line in islice(read_json_lines_backwards(attempt.failed_saves), 1):
         words += f"; the last save failed: {line.get('error')}"
     yield Symptom(event="stalled", cause=f"saves-{attempt.number:04}-{base}", reason=words)
-
-
-def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
-    attempt = run.newest_begun()
-    begin = None if attempt is None else attempt.read_begin()
-    if begin is None or mirror.read_mirror_policy(run) is None:
-        return
-    last = mirror.read_last_pass(run)
-    if last is not None and last.complaint:
-        return  # its notice says why
-    copied = 0 if last is None or last.iteration is None else last.iteration
-    newer = takewhile(lambda counted: counted.commit.iteration > copied, Lineage(run).backwards())
-    waiting = [counted.commit.time for counted in newer if counted.published]
-    if not waiting or now - max(begin.start_time, min(waiting)) <= NOT_COPIED_SECONDS:
-        return
-    words = f"{len(waiting)} checkpoints wait for their copy in the mirror"
-    reason = f"{words}; the newest copy is of {copied or 'none'}"
-    yield Symptom(event="disk", cause=f"mirror-{copied}", reason=reason)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
-from relayrun.control.diagnosis import Statement, find_statements, first_cause, last_line, one_line
+from relayrun.control.diagnosis import Statement, cause_among, find_statements, last_line, one_line
 from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
@@ -264,8 +264,9 @@ def _causes(log: _Log, more: Sequence[FailureSignature]) -> Iterator[_Found]:
     """Yield the first cause of the end of a log; without one, that of an earlier part with an error."""
     for offset, data in log.parts:
         text = _decode(data)
-        secondary = (each for each in reversed(find_statements(text, more)) if each.secondary)
-        if (said := first_cause(text, more) or next(secondary, None)) is not None:
+        words = find_statements(text, more)
+        secondary = (each for each in reversed(words) if each.secondary)
+        if (said := cause_among(text, words) or next(secondary, None)) is not None:
             yield _Found(said=said, log=log, offset=offset, text=text)
             return
 

@@ -15,7 +15,7 @@ from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import diagnosis, failure_signatures
 from relayrun.control.chain import failure_reason
 from relayrun.control.diagnosis import find_statements, first_cause
-from relayrun.control.failure_signatures import classify, signatures
+from relayrun.control.failure_signatures import Table, classify, signatures
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.error_lines import blamed_nodes
@@ -78,6 +78,7 @@ def test_no_entry_claims_ordinary_lines(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [find_statements(log) for _, _, log in LOGS]
     monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
+    monkeypatch.setattr(Table, "of_log", lambda _, more: Table(more))
     assert [find_statements(log) for _, _, log in LOGS] == found
 
 
@@ -218,3 +219,55 @@ def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: 
     )
     end.write(run.attempt(1).end)
     assert failure_reason._came_again(run, [1], said) == again
+
+
+INTERLEAVED = """\
+n1: Traceback (most recent call last):
+n2: Exception ignored in: <function Client.__del__ at 0x7f>
+n2: Traceback (most recent call last):
+n1:   File "/x/load.py", line 4, in read
+n2:   File "/x/client.py", line 8, in __del__
+n2: AttributeError: 'Client' object has no attribute 'socket'
+n1: KeyError: 'tokens'
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (INTERLEAVED, "KeyError: 'tokens' (load.py:4)"),
+        (f"{TRACEBACK}RuntimeError: Error(s) in loading state_dict for GPT:\n\tsize mismatch for w: 3\n", "GPT: size"),
+        (f"{TRACEBACK}DistBackendError: NCCL error in: x.cpp:1\nLast error:\nno plugin\n", "x.cpp:1 no plugin"),
+        ("x.sh: line 3: nvidia-smi: command not found\n" + TRACEBACK + "KeyError: 'a'\n", "KeyError: 'a'"),
+        ("x.sh: line 3: conda: command not found\n" + TRACEBACK + "ModuleNotFoundError: No module\n", "conda"),
+    ],
+    ids=["hosts", "colon", "last-error", "passed-over", "environment"],
+)
+def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: str, words: str) -> None:
+    found = first_cause(log)
+    assert found is not None
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING retry {}: Connection reset by peer while reading, trying again\n",
+        "n1:1234:1300 [0] NCCL INFO Channel {} : 0 1 2 3 via P2P, error-free\n",
+    ],
+    ids=["retry", "nccl"],
+)
+def test_a_megabyte_of_lines_that_look_like_errors_costs_less_than_a_second(line: str) -> None:
+    """Of 64 ranks together, eight megabytes are read line by line."""
+    log = "".join(line.format(number) for number in range(2**20 // len(line)))
+    began = time.process_time()
+    found = first_cause(f"{log}{TRACEBACK}KeyError: 'a'\n")
+    assert time.process_time() - began < 0.8
+    assert found is not None
+    assert found.text == "KeyError: 'a' (loop.py:9)"
+
+
+def test_an_exception_that_names_an_option_refuses_a_setting() -> None:
+    found = first_cause(f"{TRACEBACK}ValueError: set --ntasks-per-node=4 instead\n")
+    assert found is not None
+    assert (found.name, found.cause) == ("settings", "configuration")

@@ -9,13 +9,14 @@ The files were written before their authors saw the table of failures or a test 
 | blind_failures_other_author.txt | 18 | 0 | 12 |
 | blind_failures_third_author.txt | 21 | 7 | 2 |
 | blind_failures_fourth_author.txt | 23 | 4 | 3 |
+| blind_failures_fifth_author.txt (40) | 27 | 9 | 4 |
 
 The other author names owners that do not exist here: `environment` is judged as configuration, `data` as configuration,
 file system, or program if the quote names a file. Without that, 15 of that file were right and 15 wrong.
 
-The table was mended by class afterwards. Four expectations were too narrow and are wider now: native-stale-handle and
-lustre-shutdown (a node that alone loses a file system is the node's), srun-cpu-bind and gated-model (other words of the
-same cause).
+The table was mended by class afterwards. Five expectations were too narrow and are wider now: native-stale-handle and
+lustre-shutdown (a node that alone loses a file system is the node's), srun-cpu-bind, gated-model and fifth-11 (other
+words of the same cause). The fifth author knew that labels of hosts and lines that end in a colon were open.
 
 Right: the quote holds the words that a person would quote, and the owner is one that a person would accept.
 """
@@ -38,6 +39,7 @@ FILES = (
     "blind_failures_other_author.txt",
     "blind_failures_third_author.txt",
     "blind_failures_fourth_author.txt",
+    "blind_failures_fifth_author.txt",
 )
 OWNERS = {
     "environment": ["configuration"],
@@ -45,14 +47,7 @@ OWNERS = {
     "slurm": ["Slurm"],
 }
 """Owners of the other author, in the words of the table."""
-STILL = {
-    "illegal-instruction": "unknown",
-    "native_silent_collective_timeout": "unknown",  # quoted by the words of its abort, not of the watchdog before it
-    "native-10": "unknown",  # the same
-    "other-05": "unknown",  # labels of pdsh
-    "megatron-06": "wrong",  # the right owner, but the quote ends before the line with the sizes
-    "other-01": "wrong",  # the right owner, but of two chained exceptions the more general one is quoted
-}
+STILL = {"illegal-instruction": "unknown"}
 """What is not right yet."""
 Case = tuple[str, str, str, str]
 """Name, owners that a person would accept, words of which the quote holds one, and the log."""

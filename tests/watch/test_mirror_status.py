@@ -113,3 +113,16 @@ def test_status_counts_no_copy_of_what_was_computed_again(mirrored: Mirrored) ->
             sync.mirror_checkpoints(mirrored.run)
     words = mirror_line(mirrored)
     assert "iteration 20 is not copied yet" in words, words
+
+
+def test_a_job_tells_of_copies_that_wait_without_a_word_as_the_sentinel_does(mirrored: Mirrored) -> None:  # noqa: F811
+    mirrored.sync()
+    mirrored.save(40)
+    told = policy(NoticeTarget(name="t", url="https://example.invalid", events=["disk"]))
+    hours = [events.NOT_COPIED_SECONDS / 2, events.NOT_COPIED_SECONDS * 2]
+    plan = Plan.load(mirrored.run)
+    early, late = ([*events._mirror_notices(mirrored.run, plan, told, time.time() + each)] for each in hours)
+    assert early == []
+    assert [each.reason for each in late] == [
+        "1 checkpoints wait for their copy in the mirror; the newest copy is of 30"
+    ]

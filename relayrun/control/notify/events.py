@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.diagnosis import first_cause
@@ -36,6 +36,8 @@ WEEK_SECONDS = 7 * 86400.0
 """Interval between two notices about one quota."""
 MIRROR_SECONDS = 3600.0
 """Age of a mirror's failure before it is told: a copy is tried again each quarter of an hour."""
+NOT_COPIED_SECONDS = 21600.0
+"""Time that a checkpoint may wait for its copy while a job runs that could make it."""
 
 
 def write_due_notices(
@@ -142,14 +144,28 @@ def copier_failure(run: Run) -> str:
 
 
 def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Yield a mirror that has copied nothing for MIRROR_SECONDS, and why."""
+    if found := mirror_notice(run, now):
+        yield make_notice(run, plan, found[0], cause="disk", time=now, reason=found[1])
+
+
+def mirror_notice(run: Run, now: float) -> tuple[str, str] | None:
+    """Return id and words of a notice about a mirror that has copied nothing for MIRROR_SECONDS, and why; or, if no
+    pass says why, about checkpoints that have waited for NOT_COPIED_SECONDS of a job; else None."""
     if mirror.read_mirror_policy(run) is None:
-        return
-    last = mirror.read_last_pass(run)
+        return None
+    last, newest = mirror.read_last_pass(run), run.newest_begun()
+    begin = newest.read_begin() if newest and newest.read_end() is None else None
     since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
-    if (why := (last.complaint if last else copier_failure(run))) and now - since > MIRROR_SECONDS:
-        reason = f"checkpoints are not copied to the mirror: {why}"
-        yield make_notice(run, plan, f"disk-mirror-{int(since)}", cause="disk", time=now, reason=reason)
+    if why := last.complaint if last else copier_failure(run):
+        told, words = now - since > MIRROR_SECONDS, f"checkpoints are not copied to the mirror: {why}"
+        return (f"disk-mirror-{int(since)}", words) if told else None
+    copied = (last and last.iteration) or 0
+    newer = takewhile(lambda counted: counted.commit.iteration > copied, Lineage(run).backwards())
+    waiting = [counted.commit.time for counted in newer if counted.published]
+    if begin is None or not waiting or now - max(begin.start_time, min(waiting)) <= NOT_COPIED_SECONDS:
+        return None
+    words = f"{len(waiting)} checkpoints wait for their copy in the mirror; the newest copy is of {copied or 'none'}"
+    return f"disk-mirror-{int(since)}", words
 
 
 def _progress_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
