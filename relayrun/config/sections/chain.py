@@ -94,7 +94,8 @@ class ChainSection(DataclassSection):
     deadline: Annotated[str, Checked(_date)] | None = None
     """Date, or date and time (2027-01-31T18:00, local time of the cluster), after which no job of the chain runs."""
     ask_above_node_hours: NonNegativeFloat | None = None
-    """`relayrun submit` asks for confirmation if the chain can use more node hours, or any number (`--yes` answers)."""
+    """A submit asks for confirmation if its jobs can use more node hours than this, or any number (`--yes` answers).
+    None: the value of the cluster."""
     max_failed_attempts: Positive = 3
     """Consecutive attempts without a new durable iteration, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"
