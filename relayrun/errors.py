@@ -221,6 +221,7 @@ EXTRAS = {
         "evaluate": "lm_eval",
         "fast": "gigatoken awkward",
         "bench": "duckdb",
+        "metrics": "prometheus_client",
     }.items()
     for module in modules.split()
 }
