@@ -41,13 +41,10 @@ class ChainCost:
     @property
     def words(self) -> str:
         """One line for people."""
-        most = (
-            "without a maximum (chain.max_node_hours)"
-            if self.most == math.inf
-            else f"at most {self._amount(self.most)}"
-        )
-        need = "unknown" if self.likely is None else f"about {self._amount(self.likely)}"
-        return f"{most}; the need of the run is {need}"
+        most = "no maximum (chain.max_node_hours sets one)"
+        if self.most < math.inf:
+            most = f"at most {self._amount(self.most)}"
+        return f"{most}; needed: {'not known' if self.likely is None else f'about {self._amount(self.likely)}'}"
 
     def as_json(self) -> dict[str, float | None]:
         """Return the node hours for JSON; what is unknown or unlimited is null."""

@@ -37,7 +37,7 @@ def test_a_submit_above_the_limit_without_a_terminal_is_refused_with_2(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert submit(workspace, ask_above_node_hours=0.5) == 2
     told = capsys.readouterr()
-    assert "node hours without a maximum (chain.max_node_hours); the need of the run is unknown" in told.out
+    assert "node hours no maximum (chain.max_node_hours sets one); needed: not known" in told.out
     assert "this can use more than 0.5 node hours" in told.err
     assert "add --yes" in told.err
     assert not workspace.run("run").path.exists()
@@ -53,7 +53,7 @@ def test_a_submit_is_not_refused_below_the_limit_or_after_a_yes(
     monkeypatch.setattr("relayrun.cli.run.submit.print_submitted", lambda submitted: print("job", submitted.job_id))
     price = ["--set=cluster.cost_per_node_hour=3.0", "--set=cluster.currency=CHF"]
     assert submit(workspace, *price, ask_above_node_hours=2.0, max_node_hours=1.5) == 0
-    assert "node hours at most 1.50 (4.50 CHF); the need of the run is unknown\njob 1" in capsys.readouterr().out
+    assert "node hours at most 1.50 (4.50 CHF); needed: not known\njob 1" in capsys.readouterr().out
     other = ["--set=name=second", "--set=run_dir=null", "--set=cluster.ask_above_node_hours=0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert submit(workspace, *other) == 2
@@ -67,7 +67,7 @@ def test_without_auto_requeue_the_maximum_is_one_job(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert submit(workspace, auto_requeue=False, ask_above_node_hours=0.08) == 2
-    assert "node hours at most 0.08; the need of the run is unknown" in capsys.readouterr().out
+    assert "node hours at most 0.08; needed: not known" in capsys.readouterr().out
 
 
 def test_a_run_whose_budget_is_over_is_refused_until_it_is_raised(
@@ -89,7 +89,7 @@ def test_a_run_whose_budget_is_over_is_refused_until_it_is_raised(
     told = capsys.readouterr().err
     assert f"to go on: relayrun resume {run.path} --set chain.max_node_hours=..." in told
     assert submit(workspace, "--resume", max_node_hours=2.0) == 0
-    assert "node hours at most 1.02; the need of the run is about 19.67" in capsys.readouterr().out
+    assert "node hours at most 1.02; needed: about 19.67" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["tomorrow", "2027-13-01"])
