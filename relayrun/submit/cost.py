@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayrun.config.compose.schema import CommonConfig
@@ -65,15 +64,7 @@ def chain_cost(config: CommonConfig, plan: Plan, run: Run, future: Forecast | No
     with contextlib.suppress(RelayrunError, OSError):
         if run.attempt_numbers() and (left := summarize_run(run, QueueStatus(), now=now, plan=plan).remaining):
             likely = left.node_hours
-    most = seconds * nodes / SECONDS_PER_HOUR
-    return ChainCost(most=most, likely=likely, config=config)
-
-
-def sum_costs(costs: Sequence[ChainCost]) -> ChainCost:
-    """Return the cost of all members of a sweep or of stages."""
-    likely = [cost.likely for cost in costs if cost.likely is not None]
-    whole = sum(likely) if len(likely) == len(costs) else None
-    return ChainCost(most=sum(cost.most for cost in costs), likely=whole, config=costs[0].config)
+    return ChainCost(most=seconds * nodes / SECONDS_PER_HOUR, likely=likely, config=config)
 
 
 def confirm_cost(cost: ChainCost, *, yes: bool) -> None:

@@ -7,19 +7,23 @@ no label per rank or node.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from relayrun.control.chain.budget import used_node_seconds
 from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.merged_metrics import newest_valid_lines
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
@@ -63,36 +67,50 @@ COUNTERS = {
 class RunsCollector:
     """A collector of prometheus-client: each scrape reads the records of the runs anew."""
 
-    def __init__(self, runs: Callable[[], Iterable[Run]], *, now: Callable[[], float]) -> None:
-        """`runs`: returns the runs at the time of a scrape."""
-        self._runs, self._now = runs, now
-        self._watcher = RunsWatcher()
+    def __init__(self, runs: Callable[[], Sequence[Run]]) -> None:
+        self._runs, self._watcher = runs, RunsWatcher()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. A damaged run has its state alone."""
-        now = self._now()
-        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-        for found in self._watcher.summaries(list(self._runs()), now=now):
+        now, families = time.time(), dict[str, GaugeMetricFamily | CounterMetricFamily]()
+        for found in self._watcher.summaries(self._runs(), now=now):
             name = found.path if isinstance(found, DamagedRun) else found.run
             for metric, labels, value in run_samples(found, now=now):
                 if value is not None:
-                    names = ["run", *labels]
-                    family = families.setdefault(metric, _family(metric, names))
-                    family.add_metric([name, *labels.values()], float(value))
+                    kind, words = (CounterMetricFamily, COUNTERS) if metric in COUNTERS else (GaugeMetricFamily, GAUGES)
+                    new = kind(f"relayrun_{metric}", words[metric], labels=["run", *labels])
+                    families.setdefault(metric, new).add_metric([name, *labels.values()], float(value))
         yield from families.values()
 
 
-def _family(metric: str, labels: Sequence[str]) -> GaugeMetricFamily | CounterMetricFamily:
-    if metric in COUNTERS:
-        return CounterMetricFamily(f"relayrun_{metric}", COUNTERS[metric], labels=labels)
-    return GaugeMetricFamily(f"relayrun_{metric}", GAUGES[metric], labels=labels)
-
-
-def metrics_text(collector: RunsCollector) -> bytes:
-    """Return all metrics in Prometheus' text format."""
+def metrics_text(runs: Sequence[Run]) -> bytes:
+    """Return the metrics of these runs in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(collector)
+    registry.register(RunsCollector(lambda: runs))
     return generate_latest(registry)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests."""
+
+
+def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
+    """Answer requests with this key on the loopback interface, until Ctrl-C."""
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(runs))
+    answer: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+    expected = f"Bearer {key}".encode()
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), expected):
+            return answer(environ, start)
+        start("401 Unauthorized", [])
+        return []
+
+    with make_server("127.0.0.1", port, guarded, ThreadingWSGIServer, _QuietHandler) as server:
+        print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
+        server.serve_forever()
 
 
 def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
@@ -131,9 +149,10 @@ def _account_samples(account: NodeTimeAccount) -> Samples:
     ends = Counter(each.cause for each in account.allocations if each.cause != "running")
     for cause, count in ends.items():
         yield "attempt_ends", {"cause": cause}, count
-    failed = Counter(_restart_cause(each) for attempt in account.allocations for each in attempt.failed_restarts)
+    failed = [each for attempt in account.allocations for each in attempt.failed_restarts]
+    causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
     for cause in ("node", "rank", "other"):
-        yield "rank_restarts", {"cause": cause}, failed[cause]
+        yield "rank_restarts", {"cause": cause}, causes[cause]
     for part in PARTS:
         seconds = account.parts[part.name] / MICROSECONDS_PER_SECOND
         yield "node_seconds", {"part": part.name, "group": part.group}, seconds
@@ -141,7 +160,3 @@ def _account_samples(account: NodeTimeAccount) -> Samples:
     yield "effective_training_time_ratio", {}, account.effective_training_time
     for kind, amount in account.waited.items():
         yield "wait_seconds", {"kind": kind}, amount / MICROSECONDS_PER_SECOND
-
-
-def _restart_cause(failed: FailedRestart) -> str:
-    return "node" if failed.lost else "other" if failed.rank is None else "rank"

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+import relayrun.watch
 from relayrun.cli import main
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -108,6 +109,7 @@ def test_without_the_library_the_error_names_the_extra(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "relayrun.watch.prometheus", raising=False)
+    monkeypatch.delattr(relayrun.watch, "prometheus", raising=False)
     for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("site-packages")])
