@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is wrong: file, line, name
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
+    ├── UnansweredError      a question was not answered with yes; exit code 2
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
     └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
 
@@ -37,6 +38,8 @@ from relayrun.terminal import inert, inert_output
 class RelayrunError(Exception):
     """An error with a message, `where` (file, line, name) and a `hint` what to do."""
 
+    exit_code = 1
+
     def __init__(self, message: str, *, where: object = None, hint: str | None = None) -> None:
         self.message = message
         self.where = None if where is None else str(where)
@@ -68,6 +71,12 @@ class SchedulerError(RelayrunError):
 
 class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
+
+
+class UnansweredError(RelayrunError):
+    """A question was answered with no, or nobody was there to answer it."""
+
+    exit_code = 2
 
 
 MAX_NAMED_ERRORS = 10
@@ -212,6 +221,7 @@ EXTRAS = {
         "evaluate": "lm_eval",
         "fast": "gigatoken awkward",
         "bench": "duckdb",
+        "metrics": "prometheus_client",
     }.items()
     for module in modules.split()
 }
@@ -352,7 +362,7 @@ def _report(error: BaseException) -> int | None:
     if isinstance(error, BrokenPipeError):  # `relayrun ... | head`: the reader left, which is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    told: BaseException | None = error if isinstance(error, RelayrunError) else None
+    told = error if isinstance(error, RelayrunError) else None
     if isinstance(error, ModuleNotFoundError):
         told = missing_extra(error)
     elif isinstance(error, OSError) and (error.filename is not None or error.strerror is not None):
@@ -360,7 +370,7 @@ def _report(error: BaseException) -> int | None:
     if told is None:
         return None
     print(f"error: {told}", file=sys.stderr)
-    return 1
+    return told.exit_code
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:

@@ -3,7 +3,7 @@
 run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
-watch   status, why, logs, report, goodput, runs, notify, sentinel
+watch   status, why, logs, report, goodput, metrics, runs, notify, sentinel
 site    init, help, site, completion, gpu-check, drill, trial
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
@@ -55,6 +55,7 @@ COMMANDS = {
     ),
     "sentinel": ("watch.cron_check", "one look after the runs of folders, for cron: tells what no job can tell"),
     "goodput": ("watch.report", "where the node hours of runs went: every second of every node in one named part"),
+    "metrics": ("watch.metrics", "metrics of runs for Prometheus: as text, as a file, or over HTTP on this machine"),
     "runs": ("watch.runs", "runs in folders: where they stand and how large they are; archive and move them"),
     "report": ("watch.report", "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture"),
     "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),
@@ -65,7 +66,7 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 _READ_FIRST = {
-    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "checkpoint mirror"),
+    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "metrics", "checkpoint mirror"),
     *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
@@ -100,6 +101,7 @@ EXAMPLES = {
     "stages": "submit configs/runs/my-stages.yaml --dry-run",
     "sentinel": "logs/runs",
     "goodput": "my-project/my-run",
+    "metrics": "my-project/my-run",
     "runs": "list logs/runs",
     "report": "my-project/my-run --text",
     "logs": "my-project/my-run -f",

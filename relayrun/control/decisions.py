@@ -196,6 +196,8 @@ class StartFacts:
     failed_attempts: int
     """Attempts in a row so far without durable progress."""
     chain: ChainSection
+    budget: str = ""
+    """Sentence about the end of the chain's budget, if too little of it is left for this job; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +227,7 @@ class EndFacts:
     waits: bool = False
     """The cause may pass, in minutes rather than seconds: a network or a file system."""
     reservation: str = ""
-    """Sentence about the end of the chain's reservation, if it is over or nearly so; else empty."""
+    """Sentence about the end of the chain's reservation or budget, if it is over or nearly so; else empty."""
     attempts_without_time: int = 0
     """Attempts in a row, with this one, that saved and left without time to train in between."""
 
@@ -244,6 +246,8 @@ def decide_at_start(facts: StartFacts) -> Decision:
         return _stop(facts.verdict.state, facts.verdict.reason)
     if facts.failed_attempts >= facts.chain.max_failed_attempts:
         return _stop("failed", _too_many_failed(facts.failed_attempts))
+    if facts.budget:
+        return _stop("stopped", facts.budget)
     return Decision(action="run", reason=f"from iteration {facts.durable_iteration}")
 
 

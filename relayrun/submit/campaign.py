@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
@@ -33,8 +35,10 @@ from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_nou
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
+from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
+from relayrun.submit.run_plan import make_plan
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.goodput.account import account_for_run
@@ -315,6 +319,15 @@ def submit_campaign(described: CampaignDescription) -> bool:
                 folder.rmdir()
         raise
     return True
+
+
+def campaign_cost(described: CampaignDescription) -> ChainCost:
+    """Return the node hours of all runs together. How fast they are is not looked at."""
+    most, now = 0.0, time.time()
+    for run in described.runs:
+        plan = make_plan(_without_load(run), run.run, places.CODE_ROOT, revision=0)
+        most += chain_cost(run.config, plan, run.run, None, now=now).most
+    return ChainCost(most=most, likely=None, config=described.runs[0].config)
 
 
 @contextmanager

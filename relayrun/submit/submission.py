@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from relayrun.submit.check import consequences, existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.check.report import CheckReport, check_run, with_editions
+from relayrun.submit.cost import ChainCost
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.submit.wrap import link_checkpoints
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
@@ -67,16 +68,17 @@ def submit_run(
     accept_data_change: bool = False,
     take_over: bool = False,
     given: LocatedSettings | None = None,
+    confirm: Callable[[ChainCost], None] = lambda _: None,
 ) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
     `resume`: allow a chain that has ended. `take_over`: go on with the run of another user, whose jobs have ended,
     in a new run directory.
-    `given`: the locations of the settings, for errors.
+    `given`: the locations of the settings, for errors. `confirm`: raises an error if the cost is refused.
     """
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     config, former = existing_run.own_run(config, take_over=take_over, now=time.time())
-    with prepared_run(config, intent, given, former=former) as (run, plan):
+    with prepared_run(config, intent, given, former=former, confirm=confirm) as (run, plan):
         return SubmittedRun(run=run, plan=plan, job_id=jobs.queue_first_job(run, plan, _scheduler(plan, run)))
 
 
@@ -130,6 +132,7 @@ def prepared_run(
     awaited: bool = False,
     adopted: Mapping[str, str] | None = None,
     former: FormerRun | None = None,
+    confirm: Callable[[ChainCost], None] = lambda _: None,
 ) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too.
 
@@ -144,6 +147,7 @@ def prepared_run(
     found.findings.raise_errors()
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
+    confirm(found.cost)
     log_folder(run).mkdir(parents=True, exist_ok=True)
     with submit_lock(run) as made, writable_by_owner_alone(), _undone_on_error(run, made):
         _refuse_while_live(run)

@@ -33,6 +33,7 @@ from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding, Findings
 from relayrun.submit.check.report import CheckReport, settings_findings
+from relayrun.submit.cost import confirm_cost
 from relayrun.submit.launcher_overrides import quote_yaml
 from relayrun.trust import refuse_untrusted
 from relayrun.watch import unsent_notices
@@ -40,6 +41,8 @@ from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.text import json_text, print_table
 
 log = logging.getLogger(__name__)
+
+YES_WORDS = "submit without a question, however many node hours it can use"
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +124,15 @@ def _print_passive(findings: Findings, *, json: bool) -> int:
 def _print_without_plan(found: Sequence[CheckFinding]) -> None:
     refused = any(each.level == "error" for each in found)
     lines = [each.as_json() for each in found]
-    nothing = {"run": None, "run_dir": None, "refused": refused, "findings": lines, "data": [], "plan": None}
+    nothing = {
+        "run": None,
+        "run_dir": None,
+        "refused": refused,
+        "findings": lines,
+        "data": [],
+        "cost": None,
+        "plan": None,
+    }
     print(json_text({**nothing, "changes": []}))
 
 
@@ -237,6 +248,7 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )
+    parser.add_argument("--yes", action="store_true", help=YES_WORDS)
     words = "go on with data that are not those the run began with (`relayrun help data-order`)"
     parser.add_argument("--accept-data-change", action="store_true", help=words)
     words = "go on with the run of another user whose jobs have ended, or with the copies of a lost run directory"
@@ -268,7 +280,8 @@ def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config
     intent = _intent(options, resume=resume)
     if options.dry_run:
         return print_dry_run(given, intent)
-    print_submitted(submission.submit_run(config, given=given, **vars(intent)))
+    confirm = partial(confirm_cost, yes=options.yes)
+    print_submitted(submission.submit_run(config, given=given, confirm=confirm, **vars(intent)))
     return 0
 
 

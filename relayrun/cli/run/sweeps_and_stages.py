@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
-from relayrun.cli.run.submit import check_plan
+from relayrun.cli.run.submit import YES_WORDS, check_plan
 from relayrun.config.compose import campaign as config
 from relayrun.config.compose import resolve
 from relayrun.config.sections.batch_systems import batch_system
@@ -29,6 +29,7 @@ from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_nam
 from relayrun.leftovers import folder_lock
 from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
+from relayrun.submit.cost import confirm_cost
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     act = acts.add_parser("submit", help="make the directories of all runs, and begin the first ones")
     act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
     add_set_option(act, "override a setting of all runs, or of the section: --set sweep.at_once=2")
+    act.add_argument("--yes", action="store_true", help=YES_WORDS)
     act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
     act.set_defaults(run=submit)
     for name, run, words in (
@@ -65,6 +67,7 @@ def submit(options: argparse.Namespace) -> int:
             words = ", ".join(filter(None, [config.settings_in_words(member.settings), view.start_condition(member)]))
             print(f"{member.name}  {member.run_dir}  {words}", flush=True)
         return check_plan(described, resolve.read_settings(options.config, options.overrides))
+    confirm_cost(submission.campaign_cost(described), yes=options.yes)
     new = submission.submit_campaign(described)
     folder = described.folder
     print(f"{len(described.runs)} runs, directory {folder}" + ("" if new else " (submitted before)"), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from relayrun.cli import add_set_option
@@ -19,6 +20,7 @@ def add_wrap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", default="generic", help="the site of the run, a file of configs/clusters")
     add_set_option(parser, "any other setting: --set command.checkpoint.whole_when=done, --set name=second")
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
+    parser.add_argument("--yes", action="store_true", help="submit without a question, as for `relayrun submit`")
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
     parser.add_argument("script", type=Path, help="a script for sbatch")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -43,6 +45,7 @@ def submit(options: argparse.Namespace) -> int:
     from relayrun.config.compose.yaml_file import LocatedSettings
     from relayrun.config.sections.batch_systems import batch_system
     from relayrun.submit.check.existing_run import SubmitIntent
+    from relayrun.submit.cost import confirm_cost
     from relayrun.submit.submission import submit_run
 
     site = sites.read_site(options.cluster, folders=sites.site_folders(None), where="--cluster").values
@@ -51,5 +54,6 @@ def submit(options: argparse.Namespace) -> int:
     given = resolve.compose_settings(LocatedSettings(found.settings), options.overrides, of_cluster=own)
     if options.dry_run:
         return print_dry_run(given, SubmitIntent(resume=options.resume))
-    print_submitted(submit_run(resolve.validate_settings(given), resume=options.resume, given=given))
+    confirm, config = partial(confirm_cost, yes=options.yes), resolve.validate_settings(given)
+    print_submitted(submit_run(config, resume=options.resume, given=given, confirm=confirm))
     return 0

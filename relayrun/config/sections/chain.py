@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Annotated, Literal
 
 from relayrun.config.sections.dataclass_section import (
@@ -64,6 +65,11 @@ class FailureSignature(DataclassSection):
     """What to do next: a command, or a setting."""
 
 
+def _date(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChainSection(DataclassSection):
     """Sequence of the run's jobs."""
@@ -75,6 +81,16 @@ class ChainSection(DataclassSection):
     fallback_job: bool = True
     """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only after a job
     of the chain fails, and then queues the next one or records why not. It needs one CPU for seconds."""
+    max_node_hours: PositiveFloat | None = None
+    """Maximum node hours of all jobs of the run, spare nodes included. The ranks save and leave before it is exceeded,
+    and the chain stops. Evaluations in jobs of their own are not counted."""
+    max_gpu_hours: PositiveFloat | None = None
+    """The same for GPU hours: node hours times job.gpus_per_node."""
+    deadline: Annotated[str, Checked(_date)] | None = None
+    """Date, or date and time (2027-01-31T18:00, local time of the cluster), after which no job of the chain runs."""
+    ask_above_node_hours: NonNegativeFloat | None = None
+    """A submit asks for confirmation if its jobs can use more node hours than this, or any number (`--yes` answers).
+    None: the value of the cluster."""
     max_failed_attempts: Positive = 3
     """Consecutive attempts without a new durable iteration, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"

@@ -22,6 +22,7 @@ from itertools import islice
 from relayrun.control import chain_state, decisions
 from relayrun.control.chain import (
     background,
+    budget,
     campaign,
     evaluation_jobs,
     excluded_nodes,
@@ -95,7 +96,6 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
-    job = replace(job, end_time=scheduler.job_end(job)[0])
     scheduler.adopt(job, plan)
     if plan.format != PLAN_FORMAT:
         log_line(f"the run directory is brought from format {plan.format} to {PLAN_FORMAT}")
@@ -106,6 +106,8 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     base = chosen or line.durable()
     if not checkpoint_records.is_checkpoint_of(run, base):
         base = ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
+    limit = budget.budget_end(run, plan, nodes=job.num_nodes, start=job.start_time or time.time())
+    job = replace(job, end_time=limit.cap(*scheduler.job_end(job))[0])
     trigger = triggers.read_trigger(run, "exit")
     decision = decisions.decide_at_start(
         decisions.StartFacts(
@@ -118,6 +120,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
             verdict=verdict,
             failed_attempts=count_failed_attempts(run, plan),
             chain=plan.chain,
+            budget=limit.setting and budget.why_over(run, plan, limit, next_grace_period(run, plan, line)[0]),
         )
     )
     if decision.chain_end is not None:
@@ -163,6 +166,8 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
     if record is None:
         cancelled = _cancelled(attempt, started, scheduler)
         reservation = _reservation_over(run, plan, started, scheduler, own)
+        limit = budget.budget_end(run, plan, nodes=plan.nodes_of_job, start=time.time())
+        reservation = reservation or budget.why_over(run, plan, limit, started.grace_period)
         with _told_to_slurm(run, plan, scheduler, cancelled=cancelled):
             record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
     log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")

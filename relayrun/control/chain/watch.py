@@ -17,11 +17,19 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from relayrun.config.sections.chain import ChainSection
-from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs, requested_options
+from relayrun.control.chain import (
+    budget,
+    campaign,
+    evaluation_jobs,
+    excluded_nodes,
+    failure_reason,
+    jobs,
+    requested_options,
+)
 from relayrun.control.chain.background import CheckpointCopier, CheckpointHasher, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
@@ -131,6 +139,7 @@ class Watch:
         self._try("the starter of the ranks", lambda: self._look_for_starter(batch_pid))
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the end of the job", lambda: self._look_at_job_end(batch_pid))
+        self._try("the budget", self._look_at_budget)
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
         saved = log_size(self.attempt.commits)
@@ -294,7 +303,7 @@ class Watch:
         job = self.scheduler.query(self.scheduler.current_job_id())
         if job is None or job.state != "RUNNING":
             return
-        (end, why), known = self.scheduler.job_end(job), self.attempt.job_end_time(self.begin)
+        (end, why), known = self._budget.cap(*self.scheduler.job_end(job)), self.attempt.job_end_time(self.begin)
         end = None if end is None else end + self.begin.clock_ahead
         if _is_later(end, known) or _is_later(known, end):
             log_line(f"the job ends {_when(end)}, not {_when(known)}{why and f': {why}'}")
@@ -305,6 +314,18 @@ class Watch:
         log_line(f"{why or 'the job ends'} in {end - time.time():.0f} s: the ranks leave")
         write_atomic(self.attempt.stop, f"{why or 'the time limit was lowered'}\n")
         os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
+
+    @cached_property
+    def _budget(self) -> budget.BudgetEnd:
+        begin = self.attempt.started_record()
+        nodes, start = int(begin.options.get("nodes", self.plan.nodes_of_job)), begin.job_start_time or begin.start_time
+        return budget.budget_end(self.run, self.plan, nodes=nodes, start=start, before=begin.attempt)
+
+    def _look_at_budget(self) -> None:
+        """End ranks that have not left by the end of the budget: Slurm would end them at the time limit only."""
+        if self.begin is not None and self._ended is None and time.time() > self._budget.time + self.begin.clock_ahead:
+            log_line(f"the ranks are still there, and the budget is over: {self._budget.words}; ending them")
+            self._end_step()
 
     def _look_at_saves(self) -> None:
         """Submit evaluations and start waiting runs after a save, and from time to time without one."""

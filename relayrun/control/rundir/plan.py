@@ -102,6 +102,8 @@ class Plan(Record):
     load_path: str | None = None
     """The checkpoint from which the run starts as long as it has none of its own."""
     load_iteration: int = 0
+    cost_per_node_hour: float | None = None
+    currency: str = ""
     quota_command: list[str] = field(default_factory=list)
     """Command that prints the quota of the run directory's file system; empty: `lfs quota` and `quota`."""
     checkpoints_kept: int | None = None

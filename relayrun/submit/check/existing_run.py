@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.campaign import last_iteration
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, RunConfig
 from relayrun.control import chain_state
+from relayrun.control.chain import budget
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import COPY, COPY_HINT, Plan
 from relayrun.control.rundir.run import Run, stop_reason
@@ -204,8 +206,12 @@ def check_existing_run(
 def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> bool:
     """Return whether earlier starts say that job.time leaves time to train in; False if none was measured.
 
-    Raises ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time.
+    Raises ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time, or more
+    than the rest of the budget.
     """
+    end = budget.budget_end(run, plan, nodes=plan.nodes_of_job, start=time.time())
+    if over := budget.why_over(run, plan, end, plan.min_grace_period):
+        raise ConfigError(over)
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from relayrun.submit.check import data, existing_run, megatron_lm, programs, set
 from relayrun.submit.check.data import DatasetUsage
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
+from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.forecast import Forecast, forecast_run, format_bytes
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.trust import group_writable_parent
@@ -36,6 +38,7 @@ class CheckReport:
     findings: Findings
     manifest: Manifest | None
     """The run's data, without editions; None if they could not be read, and for a trainer command."""
+    cost: ChainCost
     usage: list[DatasetUsage] = field(default_factory=list)
     forecast: Forecast | None = None
     """None if the size of the vocabulary is not known, and for a foreign trainer."""
@@ -90,7 +93,14 @@ def check_run(
     settings.check_wandb(config, findings)
     settings.check_notify_variables(config, findings)
     return CheckReport(
-        config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future
+        config=config,
+        run=run,
+        plan=plan,
+        findings=findings,
+        manifest=manifest,
+        usage=used,
+        cost=chain_cost(config, plan, run, future, now=time.time()),
+        forecast=future,
     )
 
 

@@ -66,6 +66,7 @@ def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[st
         "refused": bool(report.findings.errors),
         "findings": [finding.as_json() for finding in report.findings.all],
         "data": [asdict(each) | {"epochs": each.epochs} for each in report.usage],
+        "cost": report.cost.as_json(),
         "plan": None if future is None else _plan_json(future),
         "changes": list(changes),
     }
@@ -138,7 +139,7 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
             yield f"  {each.name}", words
     yield "FLOPs", f"{future.flops:.3g} (6 a parameter and token, and attention; recomputation not counted)"
     yield "time", _time_words(future)
-    yield "node hours", _node_hour_words(future)
+    yield "node hours", report.cost.words
     checkpoint = future.checkpoint
     yield (
         "checkpoints",
@@ -154,7 +155,8 @@ def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
     steps = report.plan.total_steps
     yield "steps", "until the program ends with exit code 0" if steps is None else f"{steps:,}"
     yield "checkpoints", f"below {report.run.checkpoints}; their size is not known before there is one"
-    yield "time, node hours", "not known: how fast the program is shows when it runs"
+    yield "time", "not known: how fast the program is shows when it runs"
+    yield "node hours", report.cost.words
 
 
 def command_as_comment(report: CheckReport) -> list[str]:
@@ -193,15 +195,6 @@ def _time_words(future: Forecast) -> str:
     jobs = "" if future.jobs is None else f", {future.jobs} jobs or more"
     speed = f"{future.speed.tokens_per_second:,.0f} tokens/s ({future.speed.source})"
     return f"{_hour_words(future.hours)} of training at {speed}{jobs}"
-
-
-def _node_hour_words(future: Forecast) -> str:
-    if future.node_hours is None:
-        return "not known"
-    cost, site = "", future.config.cluster
-    if future.cost is not None:
-        cost = f", {future.cost:,.2f} {site.currency}".rstrip() + f" at {site.cost_per_node_hour:g} an hour"
-    return f"{future.node_hours:,.2f}{cost}"
 
 
 def _save_interval_words(future: Forecast) -> str:

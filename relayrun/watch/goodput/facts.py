@@ -112,16 +112,18 @@ class RunAllocations:
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
-    """Read the records of a run and query its scheduler. Raises RunDirError if no attempt has begun."""
+def read_run_facts(run: Run, *, now: float | None = None, ask: bool = True) -> RunAllocations:
+    """Read the records of a run and, if `ask`, query its scheduler. Raises RunDirError if no attempt has begun."""
     plan = Plan.load(run)
     found = _begun_attempts(run)
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
     job_ids = list(dict.fromkeys(each.begin.job_id for each in found))
-    history = scheduler_for_plan(plan, run).history
-    known = history.allocations(plan, since=_first_submit(run, found) - 3600, job_ids=job_ids)
+    known: Sequence[Allocation] = ()
+    if ask:
+        history = scheduler_for_plan(plan, run).history
+        known = history.allocations(plan, since=_first_submit(run, found) - 3600, job_ids=job_ids)
     return RunAllocations(
         run=run,
         plan=plan,

@@ -1,0 +1,162 @@
+"""Metrics of runs for Prometheus, from their records: nothing runs in a job for it.
+
+Units and names follow Prometheus' conventions: seconds, ratios, times instead of ages. A run has at most 60 series, and
+no label per rank or node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from relayrun.control.chain.budget import used_node_seconds
+from relayrun.control.chain.excluded_nodes import read_node_failures
+from relayrun.control.rundir.merged_metrics import newest_valid_lines
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from relayrun.errors import RelayrunError
+from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
+from relayrun.watch.goodput.facts import read_run_facts
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
+from relayrun.watch.status.runs import RunsWatcher
+from relayrun.watch.status.summary import DamagedRun, RunSummary
+
+Value = float | int | None
+Samples = Iterator[tuple[str, Mapping[str, str], Value]]
+"""Name of a metric, its labels beside `run`, and a value; None leaves the sample out."""
+
+GAUGES = {
+    "run_state": "1 for the present state of the chain",
+    "iteration": "Newest iteration",
+    "end_iteration": "Iteration at which the run ends",
+    "loss": "Loss of the newest step in nats per token",
+    "tokens_per_second": "Tokens per second of the newest step, over all ranks",
+    "mfu_ratio": "Model FLOP utilisation of the newest step",
+    "last_step_timestamp_seconds": "End of the newest step, in seconds since 1970",
+    "durable_iteration": "Iteration of the newest whole checkpoint",
+    "durable_timestamp_seconds": "Time of the newest whole checkpoint, in seconds since 1970",
+    "remaining_seconds": "Seconds of running jobs until the end of the run, at the pace of the last attempts",
+    "remaining_node_seconds": "Node seconds until the end of the run, at the pace of the last attempts",
+    "node_seconds": "Node time of all jobs by its use; lost steps move from step to redone",
+    "goodput_ratio": "Share of the node time in steps that count",
+    "effective_training_time_ratio": "Share of the time since the first submit in steps that count",
+    "wait_seconds": "Seconds without nodes: queued, in back-off after a failure, stopped without a submitted job",
+    "budget_node_seconds": "chain.max_node_hours, in node seconds",
+    "budget_used_node_seconds": "Node seconds that count against the budget",
+}
+COUNTERS = {
+    "attempts": "Attempts that have begun",
+    "attempt_ends": "Ended attempts by cause",
+    "rank_restarts": "Failures of ranks inside a job by cause; the ranks were restarted, except perhaps after the last",
+    "node_failures": "Failures that were attributed to a node",
+}
+"""Help of each metric `relayrun_NAME`; a counter's name ends with `_total`."""
+
+
+class RunsCollector:
+    """A collector of prometheus-client: each scrape reads the records of the runs anew."""
+
+    def __init__(self, runs: Callable[[], Sequence[Run]]) -> None:
+        self._runs, self._watcher = runs, RunsWatcher()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics. A damaged run has its state alone."""
+        now, families = time.time(), dict[str, GaugeMetricFamily | CounterMetricFamily]()
+        for found in self._watcher.summaries(self._runs(), now=now):
+            name = found.path if isinstance(found, DamagedRun) else found.run
+            for metric, labels, value in run_samples(found, now=now):
+                if value is not None:
+                    kind, words = (CounterMetricFamily, COUNTERS) if metric in COUNTERS else (GaugeMetricFamily, GAUGES)
+                    new = kind(f"relayrun_{metric}", words[metric], labels=["run", *labels])
+                    families.setdefault(metric, new).add_metric([name, *labels.values()], float(value))
+        yield from families.values()
+
+
+def metrics_text(runs: Sequence[Run]) -> bytes:
+    """Return the metrics of these runs in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(lambda: runs))
+    return generate_latest(registry)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no requests."""
+
+
+def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
+    """Answer requests with this key on the loopback interface, until Ctrl-C."""
+    registry = CollectorRegistry()
+    registry.register(RunsCollector(runs))
+    answer: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
+    expected = f"Bearer {key}".encode()
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), expected):
+            return answer(environ, start)
+        start("401 Unauthorized", [])
+        return []
+
+    with make_server("127.0.0.1", port, guarded, ThreadingWSGIServer, _QuietHandler) as server:
+        print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
+        server.serve_forever()
+
+
+def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
+    """Yield the samples of one run. `now`: seconds since 1970."""
+    if isinstance(found, DamagedRun):
+        yield "run_state", {"state": "damaged"}, 1
+        return
+    run, left = Run(Path(found.path)), found.remaining
+    yield "run_state", {"state": found.state}, 1
+    values: dict[str, Value] = {
+        "iteration": found.iteration,
+        "end_iteration": found.total_steps,
+        "loss": found.loss,
+        "tokens_per_second": found.tokens_per_second,
+        "last_step_timestamp_seconds": found.step_time,
+        "durable_iteration": found.durable_iteration,
+        "durable_timestamp_seconds": None if found.durable_age is None else now - found.durable_age,
+        "remaining_seconds": None if left is None else left.seconds,
+        "remaining_node_seconds": None if left is None else left.node_hours * 3600,
+    }
+    for name, value in values.items():
+        yield name, {}, value
+    with contextlib.suppress(RelayrunError, OSError):  # no attempt has begun, or a record is damaged
+        lines = islice(newest_valid_lines(run), 20)
+        yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)
+        plan = Plan.load(run)
+        if plan.chain.max_node_hours is not None:
+            yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600
+            yield "budget_used_node_seconds", {}, used_node_seconds(run, plan, until=now)
+        yield "node_failures", {}, len(read_node_failures(run))
+        yield from _account_samples(account_for_run(run, facts=read_run_facts(run, now=now, ask=False)))
+
+
+def _account_samples(account: NodeTimeAccount) -> Samples:
+    yield "attempts", {}, len(account.allocations)
+    ends = Counter(each.cause for each in account.allocations if each.cause != "running")
+    for cause, count in ends.items():
+        yield "attempt_ends", {"cause": cause}, count
+    failed = [each for attempt in account.allocations for each in attempt.failed_restarts]
+    causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
+    for cause in ("node", "rank", "other"):
+        yield "rank_restarts", {"cause": cause}, causes[cause]
+    for part in PARTS:
+        seconds = account.parts[part.name] / MICROSECONDS_PER_SECOND
+        yield "node_seconds", {"part": part.name, "group": part.group}, seconds
+    yield "goodput_ratio", {}, account.goodput
+    yield "effective_training_time_ratio", {}, account.effective_training_time
+    for kind, amount in account.waited.items():
+        yield "wait_seconds", {"kind": kind}, amount / MICROSECONDS_PER_SECOND
