@@ -30,7 +30,7 @@ TESTS = {
     "chain/jobs.py": "chain/test_making_place chain/test_control chain/test_law chain/test_next_nodes",
     "chain/requested_options.py": "control/test_requested_options chain/test_real_limits",
     "chain/supervisor.py": "chain/test_law chain/test_real_limits chain/test_orphaned chain/test_exhaustion",
-    "chain/watch.py": "control/test_watch chain/test_law chain/test_real_limits chain/test_exhaustion",
+    "chain/watch.py": "chain/test_guard control/test_watch chain/test_law chain/test_real_limits chain/test_exhaustion",
     "scheduler/slurm.py": "control/test_scheduler control/test_slurm_answers control/test_spare_nodes chain/test_law",
     "scheduler/slurm_commands.py": "control/test_scheduler control/test_slurm_states control/test_sbatch_and_setup",
 }

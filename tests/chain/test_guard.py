@@ -1,0 +1,94 @@
+"""The guard of a job without a successor: when Slurm ends the job, it queues it again, or leaves it to who has ended it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from relayrun.control.chain import watch
+from relayrun.control.rundir.plan import Plan
+from tests.plans import plan_with
+
+from .exhaustion import Reached, run_child
+from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def begun(stage: Stage) -> Stage:  # noqa: F811
+    """An attempt has begun in job 1, which queues itself."""
+    plan_with(Plan.load(stage.run), mode="requeue", fallback_job=False).write(stage.run.plan)
+    assert fresh_begin(stage).code == 0
+    return stage
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The guard is on the batch host, and Slurm waits half a second between SIGTERM and SIGKILL."""
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.Slurm.kill_wait", lambda _self: 0.5)
+    return monkeypatch
+
+
+def job_ends(stage: Stage, guard: pytest.MonkeyPatch, *, script_lives: bool, cancelled: bool) -> Reached:  # noqa: F811
+    """Slurm sends SIGTERM to the guard of the attempt."""
+    guard.setattr(watch, "is_process_alive", lambda _pid: script_lives)
+    guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", lambda _self, _id, *, nodes: cancelled)
+
+    def guarded() -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
+        return watch.run_guard(stage.run, 4, batch_pid=1)
+
+    reached = run_child(guarded, stage.run_path, stage.slurm)
+    assert reached.code == 0, reached.output
+    return reached
+
+
+@pytest.mark.parametrize(
+    ("script_lives", "cancelled", "words"),
+    [
+        (False, False, "the batch script of attempt 4 was killed"),
+        (False, True, "the batch script of attempt 4 was killed"),  # a job that a person cancels still has its script
+        (True, False, "the batch script of attempt 4 does not end"),
+    ],
+)
+def test_a_job_that_nobody_cancelled_is_queued_again(
+    begun: Stage, guard: pytest.MonkeyPatch, *, script_lives: bool, cancelled: bool, words: str
+) -> None:
+    reached = job_ends(begun, guard, script_lives=script_lives, cancelled=cancelled)
+    assert begun.slurm.pending() == ["1"]
+    assert f"{words}; job 1 is queued again" in reached.output
+
+
+def test_a_cancelled_job_stays_cancelled(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    job_ends(begun, guard, script_lives=True, cancelled=True)
+    assert not begun.slurm.pending()
+
+
+def test_a_job_whose_attempt_is_closed_is_left_alone(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    begun.run.attempt(4).end.write_text("{}")
+    job_ends(begun, guard, script_lives=False, cancelled=False)
+    assert not begun.slurm.pending()
+
+
+def test_a_job_with_a_successor_is_left_alone(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    plan_with(Plan.load(begun.run), mode="singleton").write(begun.run.plan)
+    assert not begun.run.attempt(4).retry_successor.exists()
+    job_ends(begun, guard, script_lives=False, cancelled=False)
+    assert begun.slurm.jobs()["1"]["state"] == "RUNNING"
+
+
+def test_a_successor_that_is_still_owed_is_the_job_itself(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    plan_with(Plan.load(begun.run), mode="singleton").write(begun.run.plan)
+    begun.run.attempt(4).retry_successor.touch()
+    job_ends(begun, guard, script_lives=False, cancelled=False)
+    assert begun.slurm.pending() == ["1"]
+
+
+def test_an_order_in_the_jobs_comment_ends_the_chain(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    begun.slurm.set("1", comment="relayrun:stopped-by=ann")
+    reached = job_ends(begun, guard, script_lives=False, cancelled=False)
+    assert begun.slurm.jobs()["1"]["state"] == "RUNNING"
+    assert "the chain ends: stopped by ann" in reached.output
