@@ -1,4 +1,4 @@
-"""The guard of a job without a successor: when Slurm ends the job, it queues it again, or leaves it to who has ended it."""
+"""The guard of a job without a successor: who ended the job decides whether the guard queues it again."""
 
 from __future__ import annotations
 
