@@ -34,7 +34,14 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def job_ends(stage: Stage, guard: pytest.MonkeyPatch, *, script_lives: bool, cancelled: bool) -> Reached:  # noqa: F811
     """Slurm sends SIGTERM to the guard of the attempt."""
     guard.setattr(watch, "is_process_alive", lambda _pid: script_lives)
-    guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", lambda _self, _id, *, nodes: cancelled)
+
+    def asked(_slurm: object, job: str, *, nodes: str) -> bool:
+        started = stage.run.attempt(4).read_begin()
+        assert started is not None
+        assert (job, nodes) == ("1", started.nodes)
+        return cancelled
+
+    guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", asked)
 
     def guarded() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -221,3 +221,15 @@ def test_a_chain_whose_jobs_each_save_one_interval_and_leave_ends(stage: Stage) 
     reason = stop_reason(stage.run) or ""
     assert reason.startswith("3 attempts in a row had no time to train; time limit near; of the time limit of")
     assert stage.slurm.pending() == []
+
+
+def test_slurm_may_have_forgotten_a_job_of_a_reservation(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    stage.slurm.write({key: job for key, job in stage.slurm.jobs().items() if key != "1"})
+    ended(stage)
+    assert stop_reason(stage.run) is None
+    assert len(stage.slurm.pending()) == 1
