@@ -1,8 +1,9 @@
-"""The guard of a job without a successor: who ended the job decides whether the guard queues it again."""
+"""The end of a job: its watch ends what it has started, and the guard queues the job again unless somebody ended it."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 
 import pytest
@@ -99,3 +100,22 @@ def test_an_order_in_the_jobs_comment_ends_the_chain(begun: Stage, guard: pytest
     reached = job_ends(begun, guard, script_lives=False, cancelled=False)
     assert begun.slurm.jobs()["1"]["state"] == "RUNNING"
     assert "the chain ends: stopped by ann" in reached.output
+
+
+def test_the_watch_ends_with_the_batch_script_and_with_it_what_it_has_started(
+    begun: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    def watched() -> int:
+        found = watch.Watch(begun.run, 4)
+        for each in (found._notices, found._copier, found._hasher):
+            monkeypatch.setattr(each, "finish", lambda each=each: print(f"ended {type(each).__name__}", flush=True))
+        found.loop(gone.pid)
+        return 0
+
+    reached = run_child(watched, begun.run_path, begun.slurm)
+    assert reached.code == 0, reached.output
+    for name in ("NoticeSender", "CheckpointCopier", "CheckpointHasher"):
+        assert f"ended {name}" in reached.output
