@@ -10,6 +10,7 @@ import pytest
 
 from relayrun.control.chain import supervisor, watch
 from relayrun.control.chain.requested_options import read_requests
+from relayrun.control.failure_signatures import cause_words
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, StartTimes
 from relayrun.control.rundir.run import stop_reason
@@ -233,3 +234,23 @@ def test_slurm_may_have_forgotten_a_job_of_a_reservation(stage: Stage) -> None: 
     ended(stage)
     assert stop_reason(stage.run) is None
     assert len(stage.slurm.pending()) == 1
+
+
+def test_the_last_end_of_a_chain_has_its_cause_and_the_words_of_its_log(stage: Stage) -> None:  # noqa: F811
+    plan = Plan.load(stage.run)
+    replace(plan, chain=replace(plan.chain, max_failed_attempts=1)).write(stage.run.plan)
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    log = stage.run_path / "job.err"
+    log.write_text("0: OSError: [Errno 28] No space left on device\nsrun: error: n0: task 0: Exited with exit code 1\n")
+    replace(started, log=str(log), log_offset=0).write(attempt.begin)
+    reached = run_child(lambda: supervisor.end_attempt(stage.run, 4, 1), stage.run_path, stage.slurm)
+    assert reached.code == supervisor.EXIT_ATTEMPT_FAILED, reached.output
+    text = stage.run.stop.read_text()
+    end = attempt.read_end()
+    assert end is not None
+    assert end.failure
+    assert f"cause: {cause_words(end.failure)}\n" in text
+    assert "No space left on device" in text.partition("cause: ")[2]

@@ -534,6 +534,16 @@ def test_a_job_in_whatever_state_is_cancelled_unless_it_has_ended(
     assert not gone.exists()
 
 
+def test_several_jobs_are_cancelled_by_one_order_or_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    assert slurm_of(tmp_path, monkeypatch, scancel=f'echo "$@" >> {asked}').cancel_together(["17", "18"])
+    assert asked.read_text() == "17 18\n"
+    refuses = "echo 'scancel: error: Kill job error on job id 18: Invalid job id specified' >&2; exit 1"
+    assert not slurm_of(tmp_path, monkeypatch, scancel=refuses).cancel_together(["17", "18"])
+
+
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
