@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.control.chain import supervisor, watch
+from relayrun.control.chain import evaluation_jobs, supervisor, watch
 from relayrun.control.chain.requested_options import read_requests
 from relayrun.control.failure_signatures import cause_words
 from relayrun.control.rundir.plan import Plan
@@ -254,3 +254,18 @@ def test_the_last_end_of_a_chain_has_its_cause_and_the_words_of_its_log(stage: S
     assert end.failure
     assert f"cause: {cause_words(end.failure)}\n" in text
     assert "No space left on device" in text.partition("cause: ")[2]
+
+
+def test_the_begin_and_the_end_of_a_job_see_to_evaluations(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The job before may have been killed between its last save and its look."""
+    told = stage.run_path / "told"
+
+    def look(*_: object) -> None:
+        with told.open("a") as file:
+            file.write("looked\n")
+
+    monkeypatch.setattr(evaluation_jobs, "submit_due_evaluations", look)
+    assert fresh_begin(stage).code == 0
+    assert told.read_text() == "looked\n"
+    ended(stage)
+    assert told.read_text() == "looked\n" * 2

@@ -14,7 +14,7 @@ import pytest
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import factory, local_srun, slurm_commands
 from relayrun.control.scheduler.base import FallbackOrder, Job, Scheduler, clean_environment
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm import Slurm, jobs_by_name
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
 
@@ -542,6 +542,23 @@ def test_several_jobs_are_cancelled_by_one_order_or_one_after_the_other(
     assert asked.read_text() == "17 18\n"
     refuses = "echo 'scancel: error: Kill job error on job id 18: Invalid job id specified' >&2; exit 1"
     assert not slurm_of(tmp_path, monkeypatch, scancel=refuses).cancel_together(["17", "18"])
+
+
+def test_jobs_of_several_names_have_the_reason_why_they_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "17|RUNNING|None|a",
+        "18|PENDING|Dependency|a",
+        "19|PENDING|None|b|c",
+        "20|RUNNING|None|other",
+        "21|PENDING",
+    ]
+    slurm_of(tmp_path, monkeypatch, squeue=f"printf '%s\\n' {' '.join(map(repr, lines))}")
+    found = jobs_by_name(["a", "b|c"], patience=1)
+    shown = {name: [(job.id, job.state, job.reason) for job in jobs] for name, jobs in found.items()}
+    assert shown == {
+        "a": [("17", "RUNNING", ""), ("18", "PENDING", "Dependency")],
+        "b|c": [("19", "PENDING", "")],
+    }
 
 
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
