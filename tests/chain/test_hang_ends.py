@@ -91,6 +91,18 @@ def test_ranks_that_go_on_while_they_are_asked_are_left_alone(tmp_path: Path, mo
     assert not found.attempt.hang.exists()
 
 
+def test_ranks_that_left_and_do_not_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, signals, _ = watching(tmp_path, monkeypatch, recovery="job")
+    found.attempt.outcome.write_text("{}")
+    found._look_for_hang()
+    assert not signals.sent
+    assert found._left is not None
+    found._left -= max(found.plan.chain.hang_timeout, watch.LEAVE_SECONDS) + 1
+    found._look_for_hang()
+    assert signals.sent == [signal.SIGKILL]
+    assert not found.attempt.hang.exists()
+
+
 @pytest.mark.parametrize(
     ("mode", "owed", "guards"), [("requeue", False, 1), ("singleton", True, 1), ("singleton", False, 0)]
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -542,6 +543,16 @@ def test_several_jobs_are_cancelled_by_one_order_or_one_after_the_other(
     assert asked.read_text() == "17 18\n"
     refuses = "echo 'scancel: error: Kill job error on job id 18: Invalid job id specified' >&2; exit 1"
     assert not slurm_of(tmp_path, monkeypatch, scancel=refuses).cancel_together(["17", "18"])
+
+
+def test_a_signal_is_the_ranks_and_never_the_batch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    steps = "printf '%s\\n' 17.batch 17.extern 17.0 17.12"
+    found = slurm_of(tmp_path, monkeypatch, squeue=steps, scancel=f'echo "$@" >> {asked}')
+    found.signal_ranks("17", signal.SIGUSR1)
+    assert asked.read_text() == "--signal=USR1 17\n"
+    found.signal_ranks("17", signal.SIGKILL)
+    assert asked.read_text().splitlines()[1:] == ["--signal=KILL 17.0", "--signal=KILL 17.12"]
 
 
 def test_jobs_of_several_names_have_the_reason_why_they_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
