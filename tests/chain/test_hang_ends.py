@@ -62,6 +62,18 @@ def test_ranks_that_hang_are_asked_for_their_stacks_and_ended(tmp_path: Path, mo
     assert len(signals.sent) == 2
 
 
+@pytest.mark.parametrize(("recovery", "more"), [("job", 0.0), ("node", watch.AGENTS_FIRST_SECONDS)])
+def test_the_watch_waits_longer_where_agents_look_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovery: str, more: float
+) -> None:
+    found, signals, (beat,) = watching(tmp_path, monkeypatch, recovery=recovery)
+    limit = watch.stall_limit([beat], found.plan.chain) + more
+    for still, hangs in ((limit - 5, False), (limit + 5, True)):
+        found._next_beats, found._changed = 0.0, watch.time.monotonic() - still
+        found._look_for_hang()
+        assert bool(signals.sent) is hangs
+
+
 def test_agents_end_ranks_that_hang_unless_they_do_not_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, signals, _ = watching(tmp_path, monkeypatch, recovery="node")
     found._look_for_hang()

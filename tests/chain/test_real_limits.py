@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from relayrun.control import decisions
 from relayrun.control.chain import evaluation_jobs, supervisor, watch
 from relayrun.control.chain.requested_options import read_requests
 from relayrun.control.failure_signatures import cause_words
@@ -236,20 +237,27 @@ def test_slurm_may_have_forgotten_a_job_of_a_reservation(stage: Stage) -> None: 
     assert len(stage.slurm.pending()) == 1
 
 
-def test_the_last_end_of_a_chain_has_its_cause_and_the_words_of_its_log(stage: Stage) -> None:  # noqa: F811
-    plan = Plan.load(stage.run)
-    replace(plan, chain=replace(plan.chain, max_failed_attempts=1)).write(stage.run.plan)
-    assert fresh_begin(stage).code == 0
+def ends_with(stage: Stage, text: str) -> None:  # noqa: F811
+    """The attempt fails with this log."""
     attempt = stage.run.attempt(4)
     started = attempt.read_begin()
     assert started is not None
     log = stage.run_path / "job.err"
-    log.write_text("0: OSError: [Errno 28] No space left on device\nsrun: error: n0: task 0: Exited with exit code 1\n")
+    log.write_text(text)
     replace(started, log=str(log), log_offset=0).write(attempt.begin)
     reached = run_child(lambda: supervisor.end_attempt(stage.run, 4, 1), stage.run_path, stage.slurm)
     assert reached.code == supervisor.EXIT_ATTEMPT_FAILED, reached.output
+
+
+def test_the_last_end_of_a_chain_has_its_cause_and_the_words_of_its_log(stage: Stage) -> None:  # noqa: F811
+    plan = Plan.load(stage.run)
+    replace(plan, chain=replace(plan.chain, max_failed_attempts=1)).write(stage.run.plan)
+    assert fresh_begin(stage).code == 0
+    ends_with(
+        stage, "0: OSError: [Errno 28] No space left on device\nsrun: error: n0: task 0: Exited with exit code 1\n"
+    )
     text = stage.run.stop.read_text()
-    end = attempt.read_end()
+    end = stage.run.attempt(4).read_end()
     assert end is not None
     assert end.failure
     assert f"cause: {cause_words(end.failure)}\n" in text
@@ -269,3 +277,18 @@ def test_the_begin_and_the_end_of_a_job_see_to_evaluations(stage: Stage, monkeyp
     assert told.read_text() == "looked\n"
     ended(stage)
     assert told.read_text() == "looked\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "delay"),
+    [
+        ("OSError: [Errno 98] Address already in use", decisions.BACKOFF_SECONDS),  # the next start takes another port
+        ("OSError: [Errno 116] Stale file handle", decisions.WAIT_SECONDS),
+    ],
+)
+def test_a_network_or_a_disk_gets_time_to_come_back_and_a_port_does_not(stage: Stage, words: str, delay: int) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    ends_with(stage, f"0: {words}\nsrun: error: n0: task 0: Exited with exit code 1\n")
+    end = stage.run.attempt(4).read_end()
+    assert end is not None
+    assert end.delay == delay
