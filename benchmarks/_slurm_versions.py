@@ -5,7 +5,8 @@
     benchmarks/_slurm_versions.py                             only writes the pages
 
 Without files it runs those of `make test-slurm`. Results: benchmarks/results/slurm_versions.json, from which the table
-in CONTRIBUTING.md and a line of docs/explanation/where-it-ran.md are written. Several versions may run side by side.
+in CONTRIBUTING.md and the attempts in README.md and docs/explanation/where-it-ran.md are written. Several versions may
+run side by side.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def attempts(results: dict[str, Any], version: str) -> int:
 
 def sentence(results: dict[str, Any]) -> str:
     """Versions with their attempts."""
-    each = [f"{attempts(results, version):,} on {results[version]['slurm']}" for version in sorted(results)]
-    return f"attempts on Slurm: {', '.join(each[:-1])} and {each[-1]}"
+    *first, last = (f"{attempts(results, version):,} on {results[version]['slurm']}" for version in sorted(results))
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def written(page: str, text: str) -> str:
@@ -89,13 +90,20 @@ def written(page: str, text: str) -> str:
     return f"{head}{BEGIN}{text}{END}{rest.partition(END)[2]}"
 
 
+COUNTED = {
+    "README.md": r"(?<=\(attempts: )[^)]*",
+    "docs/explanation/where-it-ran.md": r"(?<=one machine:\n)[^)]*?(?=\.\n)",
+}
+"""Where the sentence stands."""
+
+
 def pages() -> dict[Path, str]:
     """Each page as the results have it."""
     results = read()
-    contributing, ran = ROOT / "CONTRIBUTING.md", ROOT / "docs/explanation/where-it-ran.md"
-    text = ran.read_text(encoding="utf-8")
-    text = re.sub(r"attempts on Slurm: [^)]*", sentence(results), text)
-    return {contributing: written(contributing.read_text(encoding="utf-8"), table(results)), ran: text}
+    found = {"CONTRIBUTING.md": written((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), table(results))}
+    for name, place in COUNTED.items():
+        found[name] = re.sub(place, sentence(results), (ROOT / name).read_text(encoding="utf-8"), count=1)
+    return {ROOT / name: text for name, text in found.items()}
 
 
 def test_files() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_the_watch_waits_longer_where_agents_look_too(
     found, signals, (beat,) = watching(tmp_path, monkeypatch, recovery=recovery)
     limit = watch.stall_limit([beat], found.plan.chain) + more
     for still, hangs in ((limit - 5, False), (limit + 5, True)):
-        found._next_beats, found._changed = 0.0, watch.time.monotonic() - still
+        found._next_beats, found._changed = 0.0, time.monotonic() - still
         found._look_for_hang()
         assert bool(signals.sent) is hangs
 
@@ -97,7 +98,7 @@ def test_ranks_that_agents_have_restarted_do_not_hang(tmp_path: Path, monkeypatc
 def test_ranks_that_go_on_while_they_are_asked_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, signals, (beat,) = watching(tmp_path, monkeypatch, recovery="job")
     later = replace(beat, iteration=12)
-    monkeypatch.setattr(watch.time, "sleep", lambda _: later.write(found.attempt.heartbeats / "n0.json"))
+    monkeypatch.setattr(time, "sleep", lambda _: later.write(found.attempt.heartbeats / "n0.json"))
     found._look_for_hang()
     assert signals.sent == [signal.SIGUSR1]
     assert not found.attempt.hang.exists()

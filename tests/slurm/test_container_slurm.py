@@ -59,7 +59,7 @@ def test_ranks_of_two_nodes_run_in_a_container_from_job_to_job(
     run = workspace.run("run")
     wait_for_iteration(cluster, run, 1)
     first = job_of(run, 1)
-    cluster.run(["scancel", "--batch", fx, first])
+    cluster.run(["scancel", "--batch", "--signal=USR2", first])
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["saved", "done"]
     assert sorted(steps(run)) == list(range(1, 21))
