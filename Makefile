@@ -52,7 +52,7 @@ OWN_SLURM = $(shell PATH="$$PATH:/usr/sbin:/sbin"; slurmctld -V 2>/dev/null | se
 SLURM_VERSION := all
 SLURM_TESTS := $(addprefix tests/slurm/,test_law_slurm.py test_fallback_slurm.py test_fallback_sites_slurm.py \
   test_spare_nodes_slurm.py test_goodput_slurm.py test_free_text.py test_nodes_apart_slurm.py \
-  test_wish_and_fact_slurm.py test_slurms_own_acts_slurm.py test_watched_slurm.py)
+  test_wish_and_fact_slurm.py test_slurms_own_acts_slurm.py test_watched_slurm.py test_container_slurm.py)
 test-slurm: setup accounting ## the tests of chains on Slurm 22.05, 24.11 and 26.05; SLURM_VERSION=26.05: on one of them
 	if [[ "$${RELAYRUN_NO_SLURM:-}" == 1 ]]; then echo "NOT TESTED on Slurm: RELAYRUN_NO_SLURM=1" >&2; exit 0; fi; \
 	status=0; \

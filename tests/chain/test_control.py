@@ -198,10 +198,13 @@ def test_cancel_needs_no_room_on_the_disk(
         ] * 2
 
 
+@pytest.mark.parametrize("fallback", [True, False])
 def test_the_jobs_of_a_chain_are_cancelled_with_one_order(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
     run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    if not fallback:
+        slurm.set("3", state="CANCELLED")
     commands: list[list[str]] = []
     fake = slurm_commands.subprocess.run
 
@@ -211,7 +214,9 @@ def test_the_jobs_of_a_chain_are_cancelled_with_one_order(
 
     monkeypatch.setattr(slurm_commands.subprocess, "run", recorded)
     assert cli.main(["cancel", str(run.path)]) == 0
-    assert [command for command in commands if command[0] == "scancel"] == [["scancel", "3", "2", "1"]]
+    assert [command for command in commands if command[0] == "scancel"] == [
+        ["scancel", *(["3"] if fallback else []), "2", "1"]
+    ]
     assert states(slurm) == ["CANCELLED"] * 3
 
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.control.chain import supervisor, watch
+from relayrun.control import decisions
+from relayrun.control.chain import evaluation_jobs, supervisor, watch
 from relayrun.control.chain.requested_options import read_requests
+from relayrun.control.failure_signatures import cause_words
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, StartTimes
 from relayrun.control.rundir.run import stop_reason
@@ -221,3 +223,72 @@ def test_a_chain_whose_jobs_each_save_one_interval_and_leave_ends(stage: Stage) 
     reason = stop_reason(stage.run) or ""
     assert reason.startswith("3 attempts in a row had no time to train; time limit near; of the time limit of")
     assert stage.slurm.pending() == []
+
+
+def test_slurm_may_have_forgotten_a_job_of_a_reservation(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    stage.slurm.write({key: job for key, job in stage.slurm.jobs().items() if key != "1"})
+    ended(stage)
+    assert stop_reason(stage.run) is None
+    assert len(stage.slurm.pending()) == 1
+
+
+def ends_with(stage: Stage, text: str) -> None:  # noqa: F811
+    """The attempt fails with this log."""
+    attempt = stage.run.attempt(4)
+    started = attempt.read_begin()
+    assert started is not None
+    log = stage.run_path / "job.err"
+    log.write_text(text)
+    replace(started, log=str(log), log_offset=0).write(attempt.begin)
+    reached = run_child(lambda: supervisor.end_attempt(stage.run, 4, 1), stage.run_path, stage.slurm)
+    assert reached.code == supervisor.EXIT_ATTEMPT_FAILED, reached.output
+
+
+def test_the_last_end_of_a_chain_has_its_cause_and_the_words_of_its_log(stage: Stage) -> None:  # noqa: F811
+    plan = Plan.load(stage.run)
+    replace(plan, chain=replace(plan.chain, max_failed_attempts=1)).write(stage.run.plan)
+    assert fresh_begin(stage).code == 0
+    ends_with(
+        stage, "0: OSError: [Errno 28] No space left on device\nsrun: error: n0: task 0: Exited with exit code 1\n"
+    )
+    text = stage.run.stop.read_text()
+    end = stage.run.attempt(4).read_end()
+    assert end is not None
+    assert end.failure
+    assert f"cause: {cause_words(end.failure)}\n" in text
+    assert "No space left on device" in text.partition("cause: ")[2]
+
+
+def test_the_begin_and_the_end_of_a_job_see_to_evaluations(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The job before may have been killed between its last save and its look."""
+    told = stage.run_path / "told"
+
+    def look(*_: object) -> None:
+        with told.open("a") as file:
+            file.write("looked\n")
+
+    monkeypatch.setattr(evaluation_jobs, "submit_due_evaluations", look)
+    assert fresh_begin(stage).code == 0
+    assert told.read_text() == "looked\n"
+    ended(stage)
+    assert told.read_text() == "looked\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "delay"),
+    [
+        ("OSError: [Errno 98] Address already in use", decisions.BACKOFF_SECONDS),  # the next start takes another port
+        ("OSError: [Errno 116] Stale file handle", decisions.WAIT_SECONDS),
+    ],
+)
+def test_a_network_or_a_disk_gets_time_to_come_back_and_a_port_does_not(stage: Stage, words: str, delay: int) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    ends_with(stage, f"0: {words}\nsrun: error: n0: task 0: Exited with exit code 1\n")
+    end = stage.run.attempt(4).read_end()
+    assert end is not None
+    assert end.delay == delay

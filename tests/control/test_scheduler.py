@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import factory, local_srun, slurm_commands
 from relayrun.control.scheduler.base import FallbackOrder, Job, Scheduler, clean_environment
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm import Slurm, jobs_by_name
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
 
@@ -532,6 +533,43 @@ def test_a_job_in_whatever_state_is_cancelled_unless_it_has_ended(
         slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line.replace(state, ended)}"')
         slurm.cancel("17")
     assert not gone.exists()
+
+
+def test_several_jobs_are_cancelled_by_one_order_or_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    assert slurm_of(tmp_path, monkeypatch, scancel=f'echo "$@" >> {asked}').cancel_together(["17", "18"])
+    assert asked.read_text() == "17 18\n"
+    refuses = "echo 'scancel: error: Kill job error on job id 18: Invalid job id specified' >&2; exit 1"
+    assert not slurm_of(tmp_path, monkeypatch, scancel=refuses).cancel_together(["17", "18"])
+
+
+def test_a_signal_is_the_ranks_and_never_the_batch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    steps = "printf '%s\\n' 17.batch 17.extern 17.0 17.12"
+    found = slurm_of(tmp_path, monkeypatch, squeue=steps, scancel=f'echo "$@" >> {asked}')
+    found.signal_ranks("17", signal.SIGUSR1)
+    assert asked.read_text() == "--signal=USR1 17\n"
+    found.signal_ranks("17", signal.SIGKILL)
+    assert asked.read_text().splitlines()[1:] == ["--signal=KILL 17.0", "--signal=KILL 17.12"]
+
+
+def test_jobs_of_several_names_have_the_reason_why_they_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "17|RUNNING|None|a",
+        "18|PENDING|Dependency|a",
+        "19|PENDING|None|b|c",
+        "20|RUNNING|None|other",
+        "21|PENDING",
+    ]
+    slurm_of(tmp_path, monkeypatch, squeue=f"printf '%s\\n' {' '.join(map(repr, lines))}")
+    found = jobs_by_name(["a", "b|c"], patience=1)
+    shown = {name: [(job.id, job.state, job.reason) for job in jobs] for name, jobs in found.items()}
+    assert shown == {
+        "a": [("17", "RUNNING", ""), ("18", "PENDING", "Dependency")],
+        "b|c": [("19", "PENDING", "")],
+    }
 
 
 def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from relayrun.control.chain.watch import Watch, stall_limit
 from relayrun.control.rundir.records import ChangedJobEnd, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
+from relayrun.errors import RunDirError
 from tests.history import began
 from tests.waiting import wait_for
 
@@ -101,6 +103,22 @@ def test_a_batch_script_whose_starter_cannot_be_ended_is_ended(batch: subprocess
     watching = watch_of_ended_ranks(2 * watch.STARTER_SECONDS + 1)
     watching.look(batch.pid)
     assert batch.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_a_duty_that_fails_is_told_once_until_it_fails_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    watching = watch_of_ended_ranks(0.0)
+    for error in (
+        OSError("no space"),
+        OSError("no space"),
+        RunDirError("damaged", where="/x"),
+        None,
+        OSError("no space"),
+    ):
+        watching._try("a duty", Mock(side_effect=error))
+    said = capsys.readouterr().err
+    assert said.count("OSError: no space") == 2
+    assert said.count("damaged") == 1
+    assert "RunDirError" not in said
 
 
 class RunningJob:

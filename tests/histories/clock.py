@@ -30,6 +30,13 @@ FIRST_PID = 1 << 30
 start_thread, join_thread, strftime = threading.Thread.start, threading.Thread.join, time.strftime
 
 
+def taken_lock() -> threading.Lock:
+    """A turn that another program has: whoever waits for it goes on when the other one releases it."""
+    lock = threading.Lock()  # a Semaphore takes three locks for one turn
+    lock.acquire()
+    return lock
+
+
 class Killed(BaseException):
     """SIGKILL of the program that runs."""
 
@@ -51,7 +58,7 @@ class Program:
         self.kill_after_writes = -1
         """Number of changes of files before it is killed; negative: it is not."""
         self.on_end: list[Callable[[], None]] = []
-        self._turn = threading.Semaphore(0)
+        self._turn = taken_lock()
         self._wake = 0
         """Number of the wait that goes on: an older alarm does not end it."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -142,7 +149,7 @@ class Clock:
         self._note = note
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._turn = threading.Semaphore(0)
+        self._turn = taken_lock()
 
     def note(self, text: str, *, who: str = "") -> None:
         """Keep a line of the history."""
@@ -283,7 +290,8 @@ class Clock:
         with ExitStack() as stack:
             for module, name, stand_in in stand_ins:
                 stack.enter_context(mock.patch.object(module, name, stand_in))
-            stack.enter_context(mock.patch.dict(os.environ))
+            here = {name: os.environ[name] for name in ("PATH", "HOME", "TZ") if name in os.environ}
+            stack.enter_context(mock.patch.dict(os.environ, here, clear=True))  # as a node's, on every machine
             stack.enter_context(mock.patch.object(sys, "stdout", cast(TextIO, Output(self, printed=True))))
             stack.enter_context(mock.patch.object(sys, "stderr", cast(TextIO, Output(self))))
             yield

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from relayrun.control.chain import failure_reason, job_script, jobs
+from relayrun.control.chain import failure_reason, job_script, jobs, quota
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -170,6 +170,7 @@ class History:
             mock.patch.object(job_script, "_launcher_text", LAUNCHER_TEXT),
             self.clock.installed(self.commands.run, self._start_program),
             mock.patch.object(failure_reason, "stderr_file", return_value=None),
+            mock.patch.object(quota, "measure_quotas"),  # how full this machine's disks are is no part of a history
         ):
             try:
                 self._write_scripts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -30,6 +31,12 @@ def test_the_figures_of_the_readme_are_those_of_the_drill() -> None:
     page = (ROOT / "README.md").read_text()
     assert made == page, "run python benchmarks/_readme.py"
     assert "| effective training time |" in page
+
+
+def test_the_tests_and_attempts_on_each_slurm_are_those_of_the_results() -> None:
+    code = "import json, _slurm_versions as s; print(json.dumps({str(page): text for page, text in s.pages().items()}))"
+    for page, text in json.loads(printed(code)).items():
+        assert Path(page).read_text() == text, "run python benchmarks/_slurm_versions.py"
 
 
 def numbers(cell: str) -> list[float]:
