@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,24 @@ _PER_JOB = re.compile(r"\$(\w+) has a value in a job alone")
 _OF_A_RANK = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK"}
 
 
-def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: str | None = None) -> Adopted:
+def adopt(
+    path: Path,
+    environment: Mapping[str, str],
+    *,
+    site: str,
+    checkout: str | None = None,
+    time: str | None = None,
+    arguments: Sequence[str] = (),
+) -> Adopted:
     """Adopt the launcher at `path`. Raises ConfigError if it cannot be followed.
 
     `environment`: variables that it finds. `site`: the run's `cluster`. `checkout`: a folder in place of its own.
+    `time`: the limit of a job that no #SBATCH line says. `arguments`: the launcher's own.
     """
     header = sbatch_options(path.read_text(encoding="utf-8", errors="replace"))
-    launcher = read_launcher(path, dict(_job_variables(header)) | dict(environment))
+    if time is not None:
+        header.setdefault("time", (time, 0))
+    launcher = read_launcher(path, dict(_job_variables(header)) | dict(environment), arguments=arguments)
     if launcher.training is None:
         raise ConfigError("this file starts no training", where=path, hint="ARGS_FILE takes a file of arrays alone")
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})
@@ -102,7 +113,7 @@ def _take_program(launcher: Launcher, found: Adopted, checkout: str | None) -> N
     program = launcher.program or ""
     folder, _, name = program.rpartition("/")
     where = launcher.training.where if launcher.training is not None else str(launcher.path)
-    if MARK.search(program) or (not folder.startswith("/") and checkout is None):
+    if checkout is None and (MARK.search(program) or not folder.startswith("/")):
         words = f"the folder of {name} is not known here: {MARK.sub('...', program)}"
         found.refuse(where, words, "give --checkout FOLDER")
     own = section(found, "megatron_lm")
@@ -143,8 +154,8 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
             found.row(where, word, "cluster.python", "" if "container" in cluster else "the Python of the run's site")
         elif (word not in ("env", "exec", "nohup", "time", "-u", "-m") and "=" not in word) or "=" in word:
             prefix.append(word)
-    if any(MARK.search(word) for word in prefix):
-        found.refuse(where, "a word in front of the program is not known here", "write the value itself")
+    if unknown := launcher.script.unknowns(" ".join(prefix)):
+        found.refuse(where, f"a word in front of the program: {unknown[0].words}", "write the value itself")
     if prefix:
         cluster["command_prefix"] = prefix if "=" not in prefix[0] else ["env", *prefix]
         found.row(where, shlex.join(prefix), "cluster.command_prefix")
@@ -164,6 +175,8 @@ def _take_starter(word: str, words: list[str], where: str, found: Adopted) -> li
             job["cpus_per_task"] = max(1, int(job.get("cpus_per_task", 1)) * tasks // int(value))
             job["ntasks_per_node"] = int(value)
             found.row(where, f"{word} {option}", f"job.ntasks_per_node: {value}", "each rank is a task of the chain")
+        elif name == "nnodes" and value.isdigit() and job.setdefault("nodes", int(value)) != int(value):
+            found.refuse(where, f"{shown} is not the number of nodes, {job['nodes']}", "let both say the same")
         elif name in ("nproc_per_node", "no_python", "module", "m"):
             found.refuse(where, f"{shown} is not taken", "write a number")
         else:

@@ -53,7 +53,7 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
     """Take the `#SBATCH` lines of a script as the section job."""
     job = section(found, "job")
     if "time" not in header:
-        found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS")
+        found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS (adopt: --time)")
     for name, (value, line) in header.items():
         said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
         gpus = _GPUS.fullmatch(f"{name} {value}")
@@ -71,7 +71,7 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             job["mem"] = unit[1] + unit[2].upper()
         elif name in JOB_WORDS and value is not None:
             job[name] = value
-        elif name == "exclusive" and value is None:
+        elif name == "exclusive" and value in (None, "user"):  # whole nodes, which is more
             job["exclusive"] = True
         elif name == "environment":
             section(found, "cluster_settings")["container"] = {"runtime": "edf", "image": value}

@@ -28,7 +28,7 @@ from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronP
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, repeated_saves
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.tokens.shards.shard import ShardWriter
 from tests.megatron_lm.stand_in import stand_in
@@ -324,6 +324,24 @@ def test_samples_are_iterations_as_megatron_lm_counts_them(
     flags: dict[str, Any], iterations: int, tmp_path: Path
 ) -> None:
     assert line(tmp_path, args=flags).settings.total_steps == iterations
+
+
+@pytest.mark.parametrize(
+    ("ramp", "interval", "twice"),
+    [
+        ([2, 2, 16], 4, [8]),  # 16 samples in eight iterations of two, then four each
+        ([2, 2, 16], 5, []),
+        ([2, 1, 16], 4, [4]),  # 2 x 4, 3 x 3, 4
+        ([2, 2, 16], 40, []),
+        ([2, 2, 200], 4, []),  # which the training does not leave
+    ],
+)
+def test_an_iteration_that_megatron_lm_saves_twice_is_known(
+    ramp: list[int], interval: int, twice: list[int], tmp_path: Path
+) -> None:
+    """It saves before the batch size grows, without asking whether the iteration is saved already."""
+    flags = {"train-samples": 84, "global-batch-size": 4, "rampup-batch-size": ramp, "save-interval": interval}
+    assert repeated_saves(line(tmp_path, args=flags).merged) == twice
 
 
 @pytest.mark.parametrize("steps", [1, 5, 11, 12, 13, 40])

@@ -282,7 +282,8 @@ class BashBuiltins(BashArithmetic):
 
     def _do_source(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0]) if words else ""
-        path = Path(os.path.dirname(self.source.name), name)
+        path = Path(name)  # sbatch begins where it is called; a sourced file's own neighbours come second
+        path = path if path.is_file() else Path(os.path.dirname(self.source.name), name)
         text = self.files.get(name)
         known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
         if text is None and known and path.is_file():

@@ -41,6 +41,8 @@ class UnknownValue:
     """Words of the command whose output it is."""
     unset: str = ""
     """Name of the variable that has no value."""
+    literal: str = ""
+    """A pattern of files as it is written."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,9 @@ class BashValues:
         other.exported, other.keyed, other.positional = set(self.exported), set(self.keyed), list(self.positional)
         return other
 
-    def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "") -> str:
+    def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "", literal: str = "") -> str:
         """A text that stands for an unknown value."""
-        self.unknown.append(UnknownValue(self.source.where(at), words, command, unset))
+        self.unknown.append(UnknownValue(self.source.where(at), words, command, unset, literal))
         return f"\ue000{len(self.unknown) - 1}\ue001"
 
     def unknowns(self, text: str) -> list[UnknownValue]:
@@ -198,7 +200,8 @@ class BashValues:
         if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
-            return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]
+            words = f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder"
+            return [self.mark(at, words, literal="" if MARK.search(text) else text)]
         files = sorted(glob.glob(pattern))
         self.notes.append(f"{self.source.where(at)}: {text} is a pattern of {len(files)} files")
         return files or [text]

@@ -180,7 +180,7 @@ def _in_samples(found: list[Flag], training: TrainingSection) -> list[Flag]:
     ramp = tuple(training.rampup_batch_size or ())
     last = sizes.consumed_by(steps)
     # within the ramp Megatron-LM counts an iteration that begins at the last sample
-    last -= iterations_of_samples(last, training.global_batch_size, ramp) != steps
+    last -= iterations_of_samples(last, training.global_batch_size, ramp)[0] != steps
     changed = []
     for flag in found:
         name = flag.name.replace("-iters", "-samples")
@@ -248,43 +248,66 @@ def config_launcher(config: MegatronConfig, run: Run) -> Launcher:
 
 def train_iterations(merged: MergedFlags) -> int:
     """The last iteration of a training with these flags. Raises ConfigError if no flag says it."""
-    numbers = {
-        name: [int(value.replace("_", "")) for value in found.values]
-        for name in ("train-iters", "train-samples", "global-batch-size", "rampup-batch-size")
-        if (found := merged.find(name)) is not None and all(re.fullmatch(r"\d+(_\d+)*", each) for each in found.values)
-    }
+    numbers = _lengths(merged)
     if len(numbers.get("train-iters", ())) == 1:
         return numbers["train-iters"][0]
-    samples, size = numbers.get("train-samples", ()), numbers.get("global-batch-size", ())
-    if len(samples) == len(size) == 1 and (ramp := numbers.get("rampup-batch-size", [])) in ([], ramp[:3]):
-        return iterations_of_samples(samples[0], size[0], tuple(ramp))
+    if (ramp := _ramp(numbers)) is not None:
+        return ramp[0]
     words = "the chain must know the last iteration, and no flag says it: --train-iters"
     hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
-    if samples:
+    if numbers.get("train-samples"):
         words = "--train-samples become iterations by --global-batch-size, and no flag says that"
         hint = "set global-batch-size in megatron_lm.args"
     raise ConfigError(words, where="training.steps", hint=hint)
 
 
+def repeated_saves(merged: MergedFlags) -> list[int]:
+    """Iterations that Megatron-LM saves twice: by --save-interval, and before the batch size grows."""
+    numbers = _lengths(merged)
+    last, grows = _ramp(numbers) or (0, ())
+    return [at for at in grows for interval in numbers.get("save-interval", ()) if at < last and at % interval == 0]
+
+
+def _lengths(merged: MergedFlags) -> dict[str, list[int]]:
+    return {
+        name: [int(value.replace("_", "")) for value in found.values]
+        for name in ("train-iters", "train-samples", "global-batch-size", "rampup-batch-size", "save-interval")
+        if (found := merged.find(name)) is not None and all(re.fullmatch(r"\d+(_\d+)*", each) for each in found.values)
+    }
+
+
+def _ramp(numbers: Mapping[str, list[int]]) -> tuple[int, tuple[int, ...]] | None:
+    samples, size = numbers.get("train-samples", ()), numbers.get("global-batch-size", ())
+    if len(samples) == len(size) == 1 and (ramp := numbers.get("rampup-batch-size", [])) in ([], ramp[:3]):
+        return iterations_of_samples(samples[0], size[0], tuple(ramp))
+    return None
+
+
 @lru_cache(maxsize=64)
-def iterations_of_samples(samples: int, size: int, ramp: tuple[int, ...] = ()) -> int:
-    """The iterations that Megatron-LM makes of `--train-samples`: without a last batch that is not full.
+def iterations_of_samples(samples: int, size: int, ramp: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]]:
+    """The number of iterations that Megatron-LM makes of `--train-samples`, without a last batch that is not full; and
+    the iterations after which the batch size grows.
 
     `ramp`: `--rampup-batch-size START INCREMENT SAMPLES`. Its batches count as long as no more samples than the ramp's
     were consumed before them, as in Megatron-LM's update_train_iters.
     """
     if not ramp:
-        return samples // size
+        return samples // size, ()
     start, increment, length = ramp
     if not increment or not length or (size - start) % increment or size <= start:
         words = f"{size} is not reached from {start} by steps of {increment}"
         raise ConfigError(words, where="rampup-batch-size", hint="give START INCREMENT SAMPLES")
     each = length / ((size - start) // increment)
     iterations = consumed = 0
+    batch, grows = start, list[int]()
     while consumed <= length and consumed <= samples:
-        consumed += start + int(consumed / each) * increment
+        now = start + int(consumed / each) * increment
+        grows += [iterations] if now > batch else []
+        batch = now
+        consumed += batch
         iterations += 1
-    return iterations + max(samples - consumed, 0) // size
+    grows += [iterations] if size > batch else []
+    return iterations + max(samples - consumed, 0) // size, tuple(grows)
 
 
 def _refuse_chain_flag(entry: Flag | RemovedByArgs) -> None:

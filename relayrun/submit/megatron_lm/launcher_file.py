@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun.errors import ConfigError, combined_error, did_you_mean
@@ -91,16 +91,21 @@ def without_secrets(environment: Mapping[str, str]) -> tuple[Mapping[str, str], 
 
 
 def read_launcher(
-    path: Path, environment: Mapping[str, str], defaults: Mapping[str, str] = {}, hints: Mapping[str, str] = {}
+    path: Path,
+    environment: Mapping[str, str],
+    defaults: Mapping[str, str] = {},
+    hints: Mapping[str, str] = {},
+    arguments: Sequence[str] = (),
 ) -> Launcher:
     """Follow the launcher at `path`. Raises ConfigError, which names lines.
 
     `environment`: variables that are set when it begins. `defaults`: values of variables that it reads and never sets.
-    `hints`: settings that give a variable its value, by its name.
+    `hints`: settings that give a variable its value, by its name. `arguments`: `$1` and so on.
     """
     text = _read(path)
     environment, secrets = without_secrets(environment)
     script = Script(environment, defaults, Source(str(path), text))
+    script.positional = list(arguments)
     try:
         script.follow()
     except UnreadableBash as error:
@@ -117,7 +122,10 @@ def read_launcher(
         for word, where in places:
             if shown in word:
                 raise ConfigError(f"{word}: {secret_words(name)}", where=where, hint=SECRET_HINT)
-    found = flags.flags_from_words(places, where=str(path))
+    if places and (unknown := script.unknowns(places[0][0])):
+        why, hint = _why_unknown(script, unknown[0], hints)
+        raise ConfigError(f"the first flag is not known here: {why}", where=unknown[0].where, hint=hint)
+    found = [_with_expression(script, flag) for flag in flags.flags_from_words(places, where=str(path))]
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
     _refuse_unknown(script, kept, hints)
@@ -216,6 +224,14 @@ def _folders(script: Script, flag: Flag) -> Iterator[str]:
             yield from filter(None, ",".join(words[words.index("-p") + 1 :] if "-p" in words else []).split(","))
 
 
+def _with_expression(script: Script, flag: Flag) -> Flag:
+    """A flag whose value Megatron-LM computes, as `[0]*3+[1]*58`, which looks like a pattern of files."""
+    if flag.name.endswith(("-freq", "-pattern")):
+        values = (next((each.literal for each in script.unknowns(value)), "") or value for value in flag.values)
+        return replace(flag, values=tuple(values))
+    return flag
+
+
 def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str]) -> None:
     """Raise ConfigError for flags with a value that only a job knows."""
     errors = []
@@ -232,6 +248,8 @@ def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str])
 def _why_unknown(script: Script, unknown: UnknownValue, hints: Mapping[str, str]) -> tuple[str, str]:
     if (name := unknown.unset) and name in hints:
         return f"${name} has no value: set {hints[name]}, or write the value itself", f"set {hints[name]}"
+    if name.isdigit():
+        return f"${name} has no value", "give the arguments right behind the launcher"
     if name:
         near = did_you_mean(name, [*script.variables, *script.defaults], most=1)
         return f"${name} has no value{'; ' + near if near else ''}", f"give it: {name}=VALUE in the environment"
