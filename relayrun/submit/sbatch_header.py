@@ -53,7 +53,7 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
     """Take the `#SBATCH` lines of a script as the section job."""
     job = section(found, "job")
     if "time" not in header:
-        found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS (adopt: --time)")
+        found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS")
     for name, (value, line) in header.items():
         said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
         gpus = _GPUS.fullmatch(f"{name} {value}")

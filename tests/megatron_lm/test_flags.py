@@ -28,7 +28,7 @@ from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronP
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, repeated_saves
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.tokens.shards.shard import ShardWriter
 from tests.megatron_lm.stand_in import stand_in
@@ -341,7 +341,7 @@ def test_an_iteration_that_megatron_lm_saves_twice_is_known(
 ) -> None:
     """It saves before the batch size grows, without asking whether the iteration is saved already."""
     flags = {"train-samples": 84, "global-batch-size": 4, "rampup-batch-size": ramp, "save-interval": interval}
-    assert repeated_saves(line(tmp_path, args=flags).merged) == twice
+    assert line(tmp_path, args=flags).repeated_saves == twice
 
 
 @pytest.mark.parametrize("steps", [1, 5, 11, 12, 13, 40])

@@ -30,13 +30,7 @@ from relayrun.submit.launcher_overrides import PROFILER_VARIABLE, setting_variab
 from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import ask_parser
-from relayrun.submit.megatron_lm.command_line import (
-    CommandLine,
-    command_line,
-    config_launcher,
-    launcher_variables,
-    repeated_saves,
-)
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, config_launcher, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import Launcher
 from relayrun.submit.sbatch_header import CHAIN_OPTIONS, option_words, sbatch_options
@@ -272,14 +266,10 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
             where=interval.source,
             remedy="leave log-interval out",
         )
-    if twice := repeated_saves(line.merged):
-        findings.warn(
-            "megatron_lm.save",
-            f"iteration {twice[0]} is saved twice: by --save-interval, and before the batch size grows; the second save "
-            "writes over the first",
-            setting="checkpoint.interval",
-            remedy="take an interval that no step of the ramp ends with",
-        )
+    if twice := line.repeated_saves:
+        words = f"iteration {twice[0]} is saved twice, over itself: by --save-interval, and before the batch size grows"
+        remedy = "take an interval that no step of the ramp ends with"
+        findings.warn("megatron_lm.save", words, setting="checkpoint.interval", remedy=remedy)
 
 
 def _check_program(config: MegatronConfig, findings: Findings) -> None:

@@ -78,8 +78,7 @@ class BashArithmetic(BashValues):
             return unknown[0]
         text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", re.sub(r"!(?!=)", " not ", text))
         text = text.replace("&&", " and ").replace("||", " or ").replace("\n", " ")
-        choice = re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)
-        if choice is not None:
+        if (choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)) is not None:
             text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
         try:
             return self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
@@ -120,6 +119,7 @@ class BashArithmetic(BashValues):
 
 
 MAX_SCRIPT_BYTES = 1 << 20
+PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Started:
     where: str
     words: list[str]
     environment: Mapping[str, str]
+
+    @property
+    def program(self) -> int:
+        """The place of the training program among the words; -1: there is none."""
+        return next((number for number, word in enumerate(self.words) if PROGRAM.fullmatch(word)), -1)
 
 
 @dataclass

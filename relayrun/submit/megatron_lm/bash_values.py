@@ -20,6 +20,8 @@ MARK = re.compile("\ue000(\\d+)\ue001")
 """A value in a text that only a job knows; the number is that of its `UnknownValue`."""
 PER_JOB = re.compile(r"SLURM\w*|HOSTNAME|RANDOM|SECONDS|BASHPID|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|TMPDIR|[$!?_-]|0")
 """Variables with a value in a job alone."""
+_EXPRESSION = re.compile(r"(?=.*\w)[\d\[\]()*+-]+|(?=.*M)[ME*|-]+")
+"""Words that Megatron-LM computes, as `[0]*3+[1]*58` of --moe-layer-freq or `M-M*` of --hybrid-layer-pattern."""
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
@@ -41,8 +43,6 @@ class UnknownValue:
     """Words of the command whose output it is."""
     unset: str = ""
     """Name of the variable that has no value."""
-    literal: str = ""
-    """A pattern of files as it is written."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class BashValues:
         other.exported, other.keyed, other.positional = set(self.exported), set(self.keyed), list(self.positional)
         return other
 
-    def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "", literal: str = "") -> str:
+    def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "") -> str:
         """A text that stands for an unknown value."""
-        self.unknown.append(UnknownValue(self.source.where(at), words, command, unset, literal))
+        self.unknown.append(UnknownValue(self.source.where(at), words, command, unset))
         return f"\ue000{len(self.unknown) - 1}\ue001"
 
     def unknowns(self, text: str) -> list[UnknownValue]:
@@ -197,11 +197,10 @@ class BashValues:
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
-        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)):
+        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)) or _EXPRESSION.fullmatch(text):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
-            words = f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder"
-            return [self.mark(at, words, literal="" if MARK.search(text) else text)]
+            return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]
         files = sorted(glob.glob(pattern))
         self.notes.append(f"{self.source.where(at)}: {text} is a pattern of {len(files)} files")
         return files or [text]

@@ -11,15 +11,15 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 from relayrun.masking import describe_secret
 from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
-from relayrun.submit.megatron_lm.bash_run import PROGRAM, Script
+from relayrun.submit.megatron_lm.bash_run import Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
 from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
 from relayrun.submit.megatron_lm.flags import Flag
@@ -55,12 +55,6 @@ class Launcher:
     """Variables that the launcher exports to the training."""
 
     @property
-    def program(self) -> str | None:
-        """Path of the training program."""
-        words = [] if self.training is None else self.training.words
-        return next((word for word in words if PROGRAM.fullmatch(word)), None)
-
-    @property
     def variables(self) -> dict[str, str | None]:
         """Variables that the launcher sets, with their last values; None: only a job knows it."""
         before = self.script.before
@@ -91,21 +85,17 @@ def without_secrets(environment: Mapping[str, str]) -> tuple[Mapping[str, str], 
 
 
 def read_launcher(
-    path: Path,
-    environment: Mapping[str, str],
-    defaults: Mapping[str, str] = {},
-    hints: Mapping[str, str] = {},
-    arguments: Sequence[str] = (),
+    path: Path, environment: Mapping[str, str], defaults: Mapping[str, str] = {}, hints: Mapping[str, str] = {}
 ) -> Launcher:
     """Follow the launcher at `path`. Raises ConfigError, which names lines.
 
-    `environment`: variables that are set when it begins. `defaults`: values of variables that it reads and never sets.
-    `hints`: settings that give a variable its value, by its name. `arguments`: `$1` and so on.
+    `environment`: variables that are set when it begins, and its arguments as 1, 2 and so on. `defaults`: values of
+    variables that it reads and never sets. `hints`: settings that give a variable its value, by its name.
     """
     text = _read(path)
     environment, secrets = without_secrets(environment)
     script = Script(environment, defaults, Source(str(path), text))
-    script.positional = list(arguments)
+    script.positional = [value for name, value in environment.items() if name.isdigit()]
     try:
         script.follow()
     except UnreadableBash as error:
@@ -113,19 +103,15 @@ def read_launcher(
         raise ConfigError(error.words, where=where, hint="write the value itself, or use megatron_lm.args") from None
     _refuse_no_bash(path, text)  # behind what is said better here
     training = _training(path, script)
-    words = training.words if training is not None else _words_of_arrays(path, script)
-    if training is not None:
-        words = words[1 + next(n for n, word in enumerate(words) if PROGRAM.fullmatch(word)) :]
+    words = _words_of_arrays(path, script) if training is None else training.words[training.program + 1 :]
     plain = _without_comments(text)
     places = [(word, _place(path, plain, word, training)) for word in words]
     for name, shown in secrets.items():
         for word, where in places:
             if shown in word:
                 raise ConfigError(f"{word}: {secret_words(name)}", where=where, hint=SECRET_HINT)
-    if places and (unknown := script.unknowns(places[0][0])):
-        why, hint = _why_unknown(script, unknown[0], hints)
-        raise ConfigError(f"the first flag is not known here: {why}", where=unknown[0].where, hint=hint)
-    found = [_with_expression(script, flag) for flag in flags.flags_from_words(places, where=str(path))]
+    _refuse_unknown(script, [Flag(name=word, source=where) for word, where in places[:1]], hints)  # it may be any flag
+    found = flags.flags_from_words(places, where=str(path))
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
     _refuse_unknown(script, kept, hints)
@@ -224,14 +210,6 @@ def _folders(script: Script, flag: Flag) -> Iterator[str]:
             yield from filter(None, ",".join(words[words.index("-p") + 1 :] if "-p" in words else []).split(","))
 
 
-def _with_expression(script: Script, flag: Flag) -> Flag:
-    """A flag whose value Megatron-LM computes, as `[0]*3+[1]*58`, which looks like a pattern of files."""
-    if flag.name.endswith(("-freq", "-pattern")):
-        values = (next((each.literal for each in script.unknowns(value)), "") or value for value in flag.values)
-        return replace(flag, values=tuple(values))
-    return flag
-
-
 def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str]) -> None:
     """Raise ConfigError for flags with a value that only a job knows."""
     errors = []
@@ -248,9 +226,8 @@ def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str])
 def _why_unknown(script: Script, unknown: UnknownValue, hints: Mapping[str, str]) -> tuple[str, str]:
     if (name := unknown.unset) and name in hints:
         return f"${name} has no value: set {hints[name]}, or write the value itself", f"set {hints[name]}"
-    if name.isdigit():
-        return f"${name} has no value", "give the arguments right behind the launcher"
     if name:
         near = did_you_mean(name, [*script.variables, *script.defaults], most=1)
-        return f"${name} has no value{'; ' + near if near else ''}", f"give it: {name}=VALUE in the environment"
+        hint = "give it behind the launcher" if name.isdigit() else f"give it: {name}=VALUE in the environment"
+        return f"${name} has no value{'; ' + near if near else ''}", hint
     return unknown.words, "write the value itself"
