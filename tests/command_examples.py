@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 def kill_a_rank(run: Run, name: str) -> int:
     """SIGKILL the last rank of the example that runs for this run; return its process id."""
     found = {}
-    for pid, words in _processes(run):
+    for pid, words in processes(run):
         if next(word for word in words[1:] if word != "-u") == str(PACED):  # and no torchrun, srun or starter of ranks
             variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
             found[next(int(variable[5:]) for variable in variables if variable.startswith("RANK="))] = pid
@@ -144,16 +144,17 @@ def kill_a_rank(run: Run, name: str) -> int:
 
 def left_over(run: Run) -> list[list[str]]:
     """Command lines of processes that still work for this run."""
-    return [words for _, words in _processes(run)]
+    return [words for _, words in processes(run)]
 
 
-def _processes(run: Run) -> list[tuple[int, list[str]]]:
+def processes(run: Run) -> list[tuple[int, list[str]]]:
+    """Process ids and command lines of what works for this run."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text(errors="replace").split("\0")
         except OSError:
             continue
-        if str(run.checkpoints) in words:
+        if any(word.endswith(str(run.checkpoints)) for word in words):
             found.append((int(folder.name), words))
     return found

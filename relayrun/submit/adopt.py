@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from relayrun.config.compose import sites
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError
 from relayrun.masking import SECRET_WORD
-from relayrun.submit.megatron_lm.bash_run import PROGRAM
+from relayrun.submit.megatron_lm.bash_builtins import PROGRAM
 from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import (
@@ -44,10 +44,11 @@ _OF_A_RANK = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK"}
 def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: str | None = None) -> Adopted:
     """Adopt the launcher at `path`. Raises ConfigError if it cannot be followed.
 
-    `environment`: variables that it finds. `site`: the run's `cluster`. `checkout`: a folder in place of its own.
+    `environment`: variables that it finds, and its arguments as 1, 2 and so on. `site`: the run's `cluster`.
+    `checkout`: a folder in place of its own.
     """
     header = sbatch_options(path.read_text(encoding="utf-8", errors="replace"))
-    launcher = read_launcher(path, dict(_job_variables(header)) | dict(environment))
+    launcher = read_launcher(path, _job_variables(header) | dict(environment))
     if launcher.training is None:
         raise ConfigError("this file starts no training", where=path, hint="ARGS_FILE takes a file of arrays alone")
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})
@@ -66,21 +67,24 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     return found
 
 
-def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> Iterator[tuple[str, str]]:
+def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> dict[str, str]:
     """The variables in which Slurm tells a job its options."""
-    number = {name: value for name, (value, _) in header.items() if value is not None and value.isdigit()}
-    nodes, tasks = int(number.get("nodes", 1)), number.get("ntasks-per-node")
-    total = number.get("ntasks") or str(nodes * int(tasks or 1))
-    yield from (("SLURM_NNODES", str(nodes)), ("SLURM_JOB_NUM_NODES", str(nodes)))
-    yield from (("SLURM_NTASKS", total), ("SLURM_NPROCS", total))
+    given = {name: value for name, (value, _) in header.items() if value is not None}
+    number = {name: value for name, value in given.items() if value.isdigit()}
+    nodes, tasks = number.get("nodes", "1"), number.get("ntasks-per-node")
+    total = number.get("ntasks") or str(int(nodes) * int(tasks or 1))
     names = {
+        "SLURM_NNODES": nodes,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_NTASKS": total,
+        "SLURM_NPROCS": total,
         "SLURM_NTASKS_PER_NODE": tasks,
         "SLURM_CPUS_PER_TASK": number.get("cpus-per-task"),
         "SLURM_GPUS_PER_NODE": number.get("gpus-per-node"),
-        "SLURM_JOB_NAME": header.get("job-name", (None, 0))[0],
-        "SLURM_JOB_PARTITION": header.get("partition", (None, 0))[0],
+        "SLURM_JOB_NAME": given.get("job-name"),
+        "SLURM_JOB_PARTITION": given.get("partition"),
     }
-    yield from ((name, value) for name, value in names.items() if value is not None)
+    return {name: value for name, value in names.items() if value is not None}
 
 
 def _take_names(launcher: Launcher, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
@@ -99,10 +103,10 @@ def _take_names(launcher: Launcher, header: Mapping[str, tuple[str | None, int]]
 
 
 def _take_program(launcher: Launcher, found: Adopted, checkout: str | None) -> None:
-    program = launcher.program or ""
+    assert launcher.training is not None
+    program, where = launcher.training.words[launcher.training.program], launcher.training.where
     folder, _, name = program.rpartition("/")
-    where = launcher.training.where if launcher.training is not None else str(launcher.path)
-    if MARK.search(program) or (not folder.startswith("/") and checkout is None):
+    if checkout is None and (MARK.search(program) or not folder.startswith("/")):
         words = f"the folder of {name} is not known here: {MARK.sub('...', program)}"
         found.refuse(where, words, "give --checkout FOLDER")
     own = section(found, "megatron_lm")
@@ -115,8 +119,7 @@ def _take_program(launcher: Launcher, found: Adopted, checkout: str | None) -> N
 def _take_words_before(launcher: Launcher, found: Adopted) -> None:
     """The words in front of the program: srun with its options, variables, torchrun and wrappers."""
     assert launcher.training is not None
-    where, words = launcher.training.where, launcher.training.words
-    words = words[: next(number for number, word in enumerate(words) if PROGRAM.fullmatch(word))]
+    where, words = launcher.training.where, launcher.training.words[: launcher.training.program]
     cluster, prefix = section(found, "cluster_settings"), list[str]()
     if words and re.fullmatch(r"(?:.*/)?srun", words[0]):
         words = words[1:]
@@ -141,10 +144,10 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
             if "container" in cluster:
                 cluster["python"] = word
             found.row(where, word, "cluster.python", "" if "container" in cluster else "the Python of the run's site")
-        elif (word not in ("env", "exec", "nohup", "time", "-u", "-m") and "=" not in word) or "=" in word:
+        elif word not in ("env", "exec", "nohup", "time", "-u", "-m"):
             prefix.append(word)
-    if any(MARK.search(word) for word in prefix):
-        found.refuse(where, "a word in front of the program is not known here", "write the value itself")
+    if unknown := launcher.script.unknowns(" ".join(prefix)):
+        found.refuse(where, f"a word in front of the program: {unknown[0].words}", "write the value itself")
     if prefix:
         cluster["command_prefix"] = prefix if "=" not in prefix[0] else ["env", *prefix]
         found.row(where, shlex.join(prefix), "cluster.command_prefix")
@@ -164,6 +167,8 @@ def _take_starter(word: str, words: list[str], where: str, found: Adopted) -> li
             job["cpus_per_task"] = max(1, int(job.get("cpus_per_task", 1)) * tasks // int(value))
             job["ntasks_per_node"] = int(value)
             found.row(where, f"{word} {option}", f"job.ntasks_per_node: {value}", "each rank is a task of the chain")
+        elif name == "nnodes" and value.isdigit() and job.setdefault("nodes", int(value)) != int(value):
+            found.refuse(where, f"{shown} is not the number of nodes, {job['nodes']}", "let both say the same")
         elif name in ("nproc_per_node", "no_python", "module", "m"):
             found.refuse(where, f"{shown} is not taken", "write a number")
         else:
@@ -252,6 +257,8 @@ def _take_environment(launcher: Launcher, found: Adopted) -> None:
         where, shown = launcher.where(name), MARK.sub("...", value)
         if _CHAIN_VARIABLES.fullmatch(name):
             found.row(where, f"{name}={shown}", "the chain's own", "it sets the ranks and their meeting point")
+        elif re.search(rf"(?:^|[\s/]){PROGRAM.pattern}|torchrun|torch\.distributed", value):
+            found.row(where, f"{name}={shown[:80]}", "the command itself", "a part of what the chain starts")
         elif SECRET_WORD.search(name):
             found.row(where, f"{name}=***", "the environment of the submit", "no file holds a secret: export it there")
         elif name == "PYTHONPATH" and MARK.sub("", value).strip(":") in (folder, own):

@@ -71,7 +71,7 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             job["mem"] = unit[1] + unit[2].upper()
         elif name in JOB_WORDS and value is not None:
             job[name] = value
-        elif name == "exclusive" and value is None:
+        elif name == "exclusive" and value in (None, "user"):  # whole nodes, which is more
             job["exclusive"] = True
         elif name == "environment":
             section(found, "cluster_settings")["container"] = {"runtime": "edf", "image": value}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -247,6 +249,9 @@ def test_more_classes_than_the_llama_come_from_megatron(kind: str, tmp_path: Pat
     folder = as_saved_by_megatron(made, tmp_path / "megatron", kind)
     words = ["--tokenizer", str(hf / "tokenizer.json"), "--output", str(tmp_path / "out")]
     assert main(["export", "hf", str(folder), *words]) == 0
+    if kind == "Mixtral":  # whose local layers have another name for a norm; megatron-core starts once in a process
+        command = [sys.executable, "-m", "relayrun.cli", "export", "hf", str(folder), "--test-logits"]
+        subprocess.run([*command, *words[:2], "--output", str(tmp_path / "compared")], check=True, timeout=600)
     assert main(["export", "hf", str(made.run.path), "--output", str(tmp_path / "of_run")]) == 0
     same(load_file(hf / "model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
     assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "of_run/config.json").read_bytes()

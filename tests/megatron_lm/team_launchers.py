@@ -225,6 +225,17 @@ while [ $# -gt 0 ]; do
 done
 srun python3 /m/pretrain_gpt.py --num-layers $L $R
 """,
+    "expressions of Megatron-LM": r"""
+FREQ="([0]*3+[1]*58)"
+PATTERN=M-M-M--M-*M-M
+MOE="--moe-layer-freq $FREQ --hybrid-layer-pattern $PATTERN"
+srun python3 /m/pretrain_gpt.py $MOE --moe-layer-freq [0]*3+[1]*58
+""",
+    "a command in exported variables": r"""
+export LAUNCHER="python3 -u -m torch.distributed.run --nproc_per_node 4 --nnodes $SLURM_NNODES"
+export CMD=" /m/pretrain_gpt.py --num-layers 2 --bf16 "
+srun bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD'
+""",
     "arithmetic": r"""
 DP=$((SLURM_NPROCS / (2 * 2)))
 let GBS=DP*16
@@ -251,6 +262,13 @@ srun python3 /m/pretrain_gpt.py --seed $SLURM_JOB_ID
 """,
         5,
         "has a value in a job alone",
+    ),
+    "flags that nobody gives": (
+        r"""
+srun python3 /m/pretrain_gpt.py ${MODEL_FLAGS} --bf16
+""",
+        5,
+        "$MODEL_FLAGS has no value",
     ),
     "an unset variable": (
         r"""

@@ -326,6 +326,24 @@ def test_samples_are_iterations_as_megatron_lm_counts_them(
     assert line(tmp_path, args=flags).settings.total_steps == iterations
 
 
+@pytest.mark.parametrize(
+    ("ramp", "interval", "twice"),
+    [
+        ([2, 2, 16], 4, [8]),  # 16 samples in eight iterations of two, then four each
+        ([2, 2, 16], 5, []),
+        ([2, 1, 16], 4, [4]),  # 2 x 4, 3 x 3, 4
+        ([2, 2, 16], 40, []),
+        ([2, 2, 200], 4, []),  # which the training does not leave
+    ],
+)
+def test_an_iteration_that_megatron_lm_saves_twice_is_known(
+    ramp: list[int], interval: int, twice: list[int], tmp_path: Path
+) -> None:
+    """It saves before the batch size grows, without asking whether the iteration is saved already."""
+    flags = {"train-samples": 84, "global-batch-size": 4, "rampup-batch-size": ramp, "save-interval": interval}
+    assert line(tmp_path, args=flags).repeated_saves == twice
+
+
 @pytest.mark.parametrize("steps", [1, 5, 11, 12, 13, 40])
 def test_a_ramp_gives_samples_that_make_the_same_iterations(steps: int, tmp_path: Path) -> None:
     """Megatron-LM takes a ramp with --train-samples alone, and counts its iterations from them."""

@@ -177,6 +177,58 @@ def test_a_checkpoint_to_begin_with_and_folders_of_shards(tmp_path: Path) -> Non
     assert found.settings["megatron_lm"]["args"]["split"] == "969,30,1"  # Megatron-LM's default
 
 
+def test_arguments_of_a_launcher_stand_behind_it(tmp_path: Path) -> None:
+    """As NVIDIA's examples take the folders of checkpoints and data."""
+    edits = [("--num-layers 2", "--num-layers ${1:-8}"), ("/data/b", "$2")]
+    assert adopted(tmp_path, *edits, **{"1": "4", "2": "/data/c"}).settings["megatron_lm"]["args"]["num-layers"] == 4
+    file, output = tmp_path / "train.sbatch", tmp_path / "x.yaml"
+    assert main(["adopt", str(file), "6", "/data/d", "--output", str(output)]) == 0
+    own = read_yaml(output).values["megatron_lm"]["args"]
+    assert (own["num-layers"], own["data-path"][-1]) == (6, "/data/d")
+    with pytest.raises(ConfigError, match=r"--data-path: \$2 has no value") as caught:
+        adopted(tmp_path, *edits)
+    assert caught.value.hint == "give it behind the launcher"
+
+
+def test_a_checkout_that_is_given_needs_no_folder_of_the_launcher(tmp_path: Path) -> None:
+    adopted(tmp_path)
+    file = tmp_path / "train.sbatch"
+    file.write_text(file.read_text().replace(f"{tmp_path}/checkout/", "$(pwd)/"))
+    assert "the folder of pretrain_gpt.py" in adopt(file, {}, site="generic").errors[0].message
+    found = adopt(file, {}, site="generic", checkout="/m")
+    assert (found.errors, found.settings["megatron_lm"]["dir"]) == ([], "/m")
+
+
+def test_variables_that_hold_the_command_are_not_given_to_the_ranks(tmp_path: Path) -> None:
+    found = adopted(tmp_path, ("numactl", "torchrun --nnodes 2 --node_rank $SLURM_NODEID"), ("ARGS=(", "export ARGS=("))
+    assert found.errors == []
+    start = 'export CMD="python3 -m torch.distributed.run --node_rank $SLURM_PROCID"\nmkdir -p $DIR'
+    found = adopted(tmp_path, ("mkdir -p $DIR", start))
+    assert (found.errors, found.settings["cluster"]["environment"]) == ([], {"NCCL_DEBUG": "WARN"})
+
+
+def test_nodes_that_torchrun_names_are_those_of_the_job(tmp_path: Path) -> None:
+    edit = ("numactl --localalloc python3", "torchrun --nnodes=4 --nproc_per_node=8")
+    (error,) = adopted(tmp_path, edit).errors
+    assert "--nnodes=4 4 is not the number of nodes, 2" in error.message
+    without = adopted(tmp_path, edit, ("--nodes=2 ", ""))
+    assert (without.errors, without.settings["job"]["nodes"]) == ([], 4)
+
+
+def test_a_whole_node_is_asked_for_where_other_jobs_of_the_user_may_share_it(tmp_path: Path) -> None:
+    found = adopted(tmp_path, ("#SBATCH --exclusive", "#SBATCH --exclusive=user"))
+    assert (found.errors, found.settings["job"]["exclusive"]) == ([], True)
+
+
+def test_a_sourced_file_is_looked_for_where_the_job_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sizes.sh").write_text("LAYERS=5\n")
+    (tmp_path / "launchers").mkdir()
+    edits = [("mkdir -p $DIR", "mkdir -p $DIR"), ("PROJECT_NAME=math", "source sizes.sh\nPROJECT_NAME=math")]
+    edits.append(("--num-layers 2", "--num-layers $LAYERS"))
+    assert adopted(tmp_path / "launchers", *edits).settings["megatron_lm"]["args"]["num-layers"] == 5
+
+
 LOST = {
     "no time limit": ([("#SBATCH -t 1:00:00\n", "")], None, "no #SBATCH line says the time limit"),
     "an array of jobs": ([("--mail-type=END", "--array=1-3")], 8, "--array=1-3 is not taken"),

@@ -22,6 +22,7 @@ def add_adopt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env", metavar="NAME=VALUE", action="append", default=[], help="a variable that the launcher finds"
     )
+    parser.add_argument("arguments", nargs="*", help="its arguments, right behind it")
     parser.set_defaults(run=run_adopt)
 
 
@@ -31,6 +32,7 @@ def run_adopt(options: argparse.Namespace) -> int:
     if bad := [text for text in options.env if not text.partition("=")[0].isidentifier()]:
         raise ConfigError(f"{bad[0]!r} is no variable", where="--env", hint="write NAME=VALUE")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    given |= {str(number): text for number, text in enumerate(options.arguments, start=1)}
     found = adopt(options.launcher, outside | given, site=options.cluster, checkout=options.checkout)
     from rich.table import Table
 

@@ -266,6 +266,10 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
             where=interval.source,
             remedy="leave log-interval out",
         )
+    if twice := line.repeated_saves:
+        words = f"iteration {twice[0]} is saved twice, over itself: by --save-interval, and before the batch size grows"
+        remedy = "take an interval that no step of the ramp ends with"
+        findings.warn("megatron_lm.save", words, setting="checkpoint.interval", remedy=remedy)
 
 
 def _check_program(config: MegatronConfig, findings: Findings) -> None:

@@ -78,8 +78,7 @@ class BashArithmetic(BashValues):
             return unknown[0]
         text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", re.sub(r"!(?!=)", " not ", text))
         text = text.replace("&&", " and ").replace("||", " or ").replace("\n", " ")
-        choice = re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)
-        if choice is not None:
+        if (choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)) is not None:
             text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
         try:
             return self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
@@ -120,6 +119,7 @@ class BashArithmetic(BashValues):
 
 
 MAX_SCRIPT_BYTES = 1 << 20
+PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,11 @@ class Started:
     where: str
     words: list[str]
     environment: Mapping[str, str]
+
+    @property
+    def program(self) -> int:
+        """The place of the training program among the words; -1: there is none."""
+        return next((number for number, word in enumerate(self.words) if PROGRAM.fullmatch(word)), -1)
 
 
 @dataclass
@@ -282,7 +287,8 @@ class BashBuiltins(BashArithmetic):
 
     def _do_source(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0]) if words else ""
-        path = Path(os.path.dirname(self.source.name), name)
+        path = Path(name)  # sbatch begins where it is called; a sourced file's own neighbours come second
+        path = path if path.is_file() else Path(os.path.dirname(self.source.name), name)
         text = self.files.get(name)
         known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
         if text is None and known and path.is_file():

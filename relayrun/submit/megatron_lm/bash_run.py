@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from relayrun.submit.megatron_lm.bash_builtins import BashBuiltins, Followed, LeaveBash, Started, read_script
+from relayrun.submit.megatron_lm.bash_builtins import PROGRAM, BashBuiltins, Followed, LeaveBash, Started, read_script
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
     DECLARE,
@@ -27,7 +27,6 @@ from relayrun.submit.megatron_lm.bash_values import MARK, Source
 
 MOST_STEPS = 200_000
 """Commands of a script that are followed, loops included."""
-PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
 _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 """Commands that prepare the environment of programs."""
@@ -383,8 +382,9 @@ class Script(BashBuiltins):
                 self._child(inner[0], inner[1], node, words[:number])
                 if len(self.found.launched) > before or inner[2]:
                     return None
-        target = self.found.launched if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
-        target.append(Started(where, words, environment))
+        started = Started(where, words, environment)
+        target = self.found.others if started.program < 0 else self.found.launched
+        target.append(started)
         if target is self.found.others and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm"):
             scripts = (each for each in words if each in self.files or each.endswith((".sh", ".sbatch", ".slurm")))
             script = next(scripts, None)

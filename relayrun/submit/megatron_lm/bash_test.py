@@ -52,17 +52,16 @@ class BashTest:
         return False
 
     def _or(self) -> bool | None:
-        found = self._and()
-        while self._next("||", "-o"):
-            other = self._and()
-            found = True if True in (found, other) else None if None in (found, other) else False
-        return found
+        return self._chain(("||", "-o"), self._and, True)
 
     def _and(self) -> bool | None:
-        found = self._not()
-        while self._next("&&", "-a"):
-            other = self._not()
-            found = False if False in (found, other) else None if None in (found, other) else True
+        return self._chain(("&&", "-a"), self._not, False)
+
+    def _chain(self, texts: tuple[str, str], inner: Callable[[], bool | None], decides: bool) -> bool | None:
+        found = inner()
+        while self._next(*texts):
+            both = (found, inner())
+            found = decides if decides in both else None if None in both else not decides
         return found
 
     def _not(self) -> bool | None:
@@ -147,26 +146,19 @@ def formatted(words: list[str]) -> str | None:
     if not words or MARK.search(words[0]):
         return None
     pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
-    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdiuxXfgeq])", pattern)
-    wanted = len([part for part in parts if part != "%%"])
-    if pattern.count("%") - parts.count("%%") * 2 != wanted or (wanted and len(words) - 1 > wanted * 1000):
+    pattern = re.sub(r"(%[-+ 0#]*\d*(?:\.\d+)?)([qu])", lambda each: each[1] + {"q": "s", "u": "d"}[each[2]], pattern)
+    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdixXfge])", pattern)
+    wanted = [part[-1] for part in parts if part != "%%"]
+    if pattern.count("%") - parts.count("%%") * 2 != len(wanted) or (wanted and len(words) - 1 > len(wanted) * 1000):
         return None
     rest, found = list(words[1:]), []
     while True:
         values: list[object] = []
-        for part in (part for part in parts if part != "%%"):
+        for kind in wanted:
             word = rest.pop(0) if rest else ""
-            if part[-1] in "sq":
-                values.append(word)
-            elif not re.fullmatch(r"-?\d*(\.\d+)?", word):
+            if kind != "s" and not re.fullmatch(r"-?\d*(\.\d+)?", word):
                 return None
-            else:
-                values.append(float(word or 0) if part[-1] in "fge" else int(word or 0))
-        found.append(
-            re.sub(
-                r"(%[-+ 0#]*\d*(?:\.\d+)?)[qu]", lambda each: each[1] + ("s" if each[0][-1] == "q" else "d"), pattern
-            )
-            % tuple(values)
-        )
+            values.append(word if kind == "s" else float(word or 0) if kind in "fge" else int(word or 0))
+        found.append(pattern % tuple(values))
         if not rest or not wanted:
             return "".join(found)

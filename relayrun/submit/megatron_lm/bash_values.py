@@ -20,6 +20,8 @@ MARK = re.compile("\ue000(\\d+)\ue001")
 """A value in a text that only a job knows; the number is that of its `UnknownValue`."""
 PER_JOB = re.compile(r"SLURM\w*|HOSTNAME|RANDOM|SECONDS|BASHPID|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|TMPDIR|[$!?_-]|0")
 """Variables with a value in a job alone."""
+_EXPRESSION = re.compile(r"(?=.*\w)[\d\[\]()*+-]+|(?=.*M)[ME*|-]+")
+"""Words that Megatron-LM computes, as `[0]*3+[1]*58` of --moe-layer-freq or `M-M*` of --hybrid-layer-pattern."""
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
@@ -195,7 +197,7 @@ class BashValues:
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
-        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)):
+        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)) or _EXPRESSION.fullmatch(text):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
             return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]

@@ -90,8 +90,7 @@ class Checkout:
 
     def declared(self, file: Path) -> Iterator[str]:
         """The flags that a file's calls of `add_argument` and `ArgumentGroupFactory` name."""
-        tree = _parse_file(file)
-        for node in ast.walk(tree):
+        for node in ast.walk(_parse_file(file)):
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -216,13 +215,12 @@ def ask_parser(
         refusals, unjudged = _refused_flags(checkout, flags, answer, own), answer.get("unjudged", [None])[0]
         return ParserAnswer(refusals=refusals, certain=True, unjudged=unjudged)
     except _ParserUnavailable as error:
-        why = str(error)
-    unknown = {"unknown": [flag.words[0] for flag in flags if flag.name not in checkout.flags], "errors": []}
-    return ParserAnswer(
-        refusals=_refused_flags(checkout, flags, unknown | {"flags": sorted(checkout.flags)}, frozenset()),
-        certain=False,
-        unavailable=why,
-    )
+        unknown = {"unknown": [flag.words[0] for flag in flags if flag.name not in checkout.flags], "errors": []}
+        return ParserAnswer(
+            refusals=_refused_flags(checkout, flags, unknown | {"flags": sorted(checkout.flags)}, frozenset()),
+            certain=False,
+            unavailable=str(error),
+        )
 
 
 def _run_parser(
@@ -239,11 +237,10 @@ def _run_parser(
         "TORCHDYNAMO_DISABLE": "1",
     }
     environment.pop("PYTHONSAFEPATH", None)
-    program = Path(parse_flags.__file__)
     words = json.dumps({"words": [word for flag in flags for word in flag.words]})
     try:
         done = subprocess.run(
-            [python, str(program)],
+            [python, parse_flags.__file__],
             input=words,
             env=environment,
             cwd=checkout.folder,

@@ -11,7 +11,6 @@ import pwd
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from relayrun.config.compose import megatron_flags
@@ -87,6 +86,7 @@ _SECTIONS_OF_LAUNCHERS = ("model", "training", "optimizer", "parallel", "checkpo
 """Sections whose flags a launcher says itself."""
 
 _SAMPLE_FLAGS = frozenset({"train-samples", "lr-warmup-samples", "lr-decay-samples", "lr-wsd-decay-samples"})
+_LOAD_FLAGS = ("finetune", "no-load-optim")
 _DATA_FLAGS = frozenset({"data-path", "train-data-path", "valid-data-path", "data-cache-path", "mock-data"})
 """Flags of `data` for a launcher that names no shards."""
 
@@ -100,6 +100,9 @@ class CommandLine:
     merged: MergedFlags
     notes: list[str]
     """Flags that were given and do not hold, a sentence each."""
+
+    repeated_saves: list[int]
+    """Iterations that Megatron-LM saves twice."""
 
 
 def command_line(config: MegatronConfig, run: Run) -> CommandLine:
@@ -119,7 +122,7 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     if launcher is not None:
         settings_flags = _without_sections(settings_flags, launcher, notes)
     merged = flags.merge_flags([settings_flags, from_file, from_args])
-    steps = train_iterations(merged)
+    steps, repeated = train_iterations(merged)
     _refuse_blanks(merged)
     settings = MegatronSettings(
         run=[config.cluster.rank_python, str(checkout.folder / own.program), *merged.words],
@@ -128,14 +131,16 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
         dir=str(checkout.folder),
         keep_last=None if config.checkpoint is None else config.checkpoint.keep_last,
         keep_every=None if config.checkpoint is None else config.checkpoint.keep_every,
-        load_flags=_load_flags(config),
+        # of attempts that begin with checkpoint.load: with them every attempt would begin anew
+        load_flags=[f"--{name}" for name in _LOAD_FLAGS if getattr(config.checkpoint, name.replace("-", "_"), False)],
         profile=config.debug.profile,
         nsys_options=config.debug.nsys_options,
         log_nccl=config.debug.log_nccl,
         wandb_project=config.project,
         wandb_name=config.name,
     )
-    return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=[*notes, *merged.notes])
+    notes += merged.notes
+    return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=notes, repeated_saves=repeated)
 
 
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
@@ -177,10 +182,10 @@ def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -
 def _in_samples(found: list[Flag], training: TrainingSection) -> list[Flag]:
     """Flags with samples in place of iterations: Megatron-LM takes a ramp of the batch size with samples alone."""
     sizes, steps = GlobalBatchSizes(training.global_batch_size, training.rampup_batch_size), training.steps
-    ramp = tuple(training.rampup_batch_size or ())
+    ramp = training.rampup_batch_size or ()
     last = sizes.consumed_by(steps)
     # within the ramp Megatron-LM counts an iteration that begins at the last sample
-    last -= iterations_of_samples(last, training.global_batch_size, ramp) != steps
+    last -= iterations_of_samples(last, training.global_batch_size, ramp)[0] != steps
     changed = []
     for flag in found:
         name = flag.name.replace("-iters", "-samples")
@@ -191,15 +196,6 @@ def _in_samples(found: list[Flag], training: TrainingSection) -> list[Flag]:
             flag = replace(flag, name=name, values=(str(samples),))
         changed.append(flag)
     return changed
-
-
-def _load_flags(config: MegatronConfig) -> list[str]:
-    """Flags of attempts that begin with `checkpoint.load`: with them every attempt would begin anew."""
-    checkpoint = config.checkpoint
-    if checkpoint is None:
-        return []
-    names = {"finetune": checkpoint.finetune, "no-load-optim": checkpoint.no_load_optim}
-    return [f"--{name}" for name, given in names.items() if given]
 
 
 def _without_folders(launcher: Launcher, variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
@@ -246,18 +242,21 @@ def config_launcher(config: MegatronConfig, run: Run) -> Launcher:
     return read_launcher(Path(config.megatron_lm.args_file or ""), outside | facts, defaults, hints=settings)
 
 
-def train_iterations(merged: MergedFlags) -> int:
-    """The last iteration of a training with these flags. Raises ConfigError if no flag says it."""
+def train_iterations(merged: MergedFlags) -> tuple[int, list[int]]:
+    """The last iteration of a training with these flags; and the iterations that Megatron-LM saves twice: by
+    --save-interval, and before the batch size grows. Raises ConfigError if no flag says the length."""
     numbers = {
         name: [int(value.replace("_", "")) for value in found.values]
-        for name in ("train-iters", "train-samples", "global-batch-size", "rampup-batch-size")
+        for name in ("train-iters", "train-samples", "global-batch-size", "rampup-batch-size", "save-interval")
         if (found := merged.find(name)) is not None and all(re.fullmatch(r"\d+(_\d+)*", each) for each in found.values)
     }
     if len(numbers.get("train-iters", ())) == 1:
-        return numbers["train-iters"][0]
+        return numbers["train-iters"][0], []
     samples, size = numbers.get("train-samples", ()), numbers.get("global-batch-size", ())
     if len(samples) == len(size) == 1 and (ramp := numbers.get("rampup-batch-size", [])) in ([], ramp[:3]):
-        return iterations_of_samples(samples[0], size[0], tuple(ramp))
+        steps, grows = iterations_of_samples(samples[0], size[0], ramp)
+        intervals = numbers.get("save-interval", [])
+        return steps, [at for at in grows if at < steps and any(at % interval == 0 for interval in intervals)]
     words = "the chain must know the last iteration, and no flag says it: --train-iters"
     hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
     if samples:
@@ -266,25 +265,19 @@ def train_iterations(merged: MergedFlags) -> int:
     raise ConfigError(words, where="training.steps", hint=hint)
 
 
-@lru_cache(maxsize=64)
-def iterations_of_samples(samples: int, size: int, ramp: tuple[int, ...] = ()) -> int:
-    """The iterations that Megatron-LM makes of `--train-samples`: without a last batch that is not full.
+def iterations_of_samples(samples: int, size: int, ramp: Sequence[int] = ()) -> tuple[int, list[int]]:
+    """The number of iterations that Megatron-LM makes of `--train-samples`, and those after which the batch size grows.
 
-    `ramp`: `--rampup-batch-size START INCREMENT SAMPLES`. Its batches count as long as no more samples than the ramp's
-    were consumed before them, as in Megatron-LM's update_train_iters.
+    A last batch that is not full is left out. `ramp`: `--rampup-batch-size START INCREMENT SAMPLES`. Its batches count
+    as long as no more samples than the ramp's were consumed before them, as in Megatron-LM's update_train_iters.
     """
-    if not ramp:
-        return samples // size
-    start, increment, length = ramp
-    if not increment or not length or (size - start) % increment or size <= start:
-        words = f"{size} is not reached from {start} by steps of {increment}"
-        raise ConfigError(words, where="rampup-batch-size", hint="give START INCREMENT SAMPLES")
-    each = length / ((size - start) // increment)
-    iterations = consumed = 0
-    while consumed <= length and consumed <= samples:
-        consumed += start + int(consumed / each) * increment
-        iterations += 1
-    return iterations + max(samples - consumed, 0) // size
+    try:
+        sizes = GlobalBatchSizes(size, ramp or None)
+    except ValueError as error:
+        raise ConfigError(str(error), where="rampup-batch-size", hint="give START INCREMENT SAMPLES") from None
+    iterations = sizes.reaches(min(ramp[2], samples) + 1) if ramp else 0
+    grows = [each.iteration for each in sizes.runs(0, 0)[1:]]
+    return iterations + max(samples - sizes.consumed_by(iterations), 0) // size, grows
 
 
 def _refuse_chain_flag(entry: Flag | RemovedByArgs) -> None:

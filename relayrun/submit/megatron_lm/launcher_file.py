@@ -19,7 +19,7 @@ from relayrun.errors import ConfigError, combined_error, did_you_mean
 from relayrun.masking import describe_secret
 from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
-from relayrun.submit.megatron_lm.bash_run import PROGRAM, Script
+from relayrun.submit.megatron_lm.bash_run import Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
 from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
 from relayrun.submit.megatron_lm.flags import Flag
@@ -53,12 +53,6 @@ class Launcher:
     """Folders of shards that the launcher lists by the earlier system's program."""
     environment: dict[str, str]
     """Variables that the launcher exports to the training."""
-
-    @property
-    def program(self) -> str | None:
-        """Path of the training program."""
-        words = [] if self.training is None else self.training.words
-        return next((word for word in words if PROGRAM.fullmatch(word)), None)
 
     @property
     def variables(self) -> dict[str, str | None]:
@@ -95,12 +89,13 @@ def read_launcher(
 ) -> Launcher:
     """Follow the launcher at `path`. Raises ConfigError, which names lines.
 
-    `environment`: variables that are set when it begins. `defaults`: values of variables that it reads and never sets.
-    `hints`: settings that give a variable its value, by its name.
+    `environment`: variables that are set when it begins, and its arguments as 1, 2 and so on. `defaults`: values of
+    variables that it reads and never sets. `hints`: settings that give a variable its value, by its name.
     """
     text = _read(path)
     environment, secrets = without_secrets(environment)
     script = Script(environment, defaults, Source(str(path), text))
+    script.positional = [value for name, value in environment.items() if name.isdigit()]
     try:
         script.follow()
     except UnreadableBash as error:
@@ -108,15 +103,14 @@ def read_launcher(
         raise ConfigError(error.words, where=where, hint="write the value itself, or use megatron_lm.args") from None
     _refuse_no_bash(path, text)  # behind what is said better here
     training = _training(path, script)
-    words = training.words if training is not None else _words_of_arrays(path, script)
-    if training is not None:
-        words = words[1 + next(n for n, word in enumerate(words) if PROGRAM.fullmatch(word)) :]
+    words = _words_of_arrays(path, script) if training is None else training.words[training.program + 1 :]
     plain = _without_comments(text)
     places = [(word, _place(path, plain, word, training)) for word in words]
     for name, shown in secrets.items():
         for word, where in places:
             if shown in word:
                 raise ConfigError(f"{word}: {secret_words(name)}", where=where, hint=SECRET_HINT)
+    _refuse_unknown(script, [Flag(name=word, source=where) for word, where in places[:1]], hints)  # it may be any flag
     found = flags.flags_from_words(places, where=str(path))
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
@@ -234,5 +228,6 @@ def _why_unknown(script: Script, unknown: UnknownValue, hints: Mapping[str, str]
         return f"${name} has no value: set {hints[name]}, or write the value itself", f"set {hints[name]}"
     if name:
         near = did_you_mean(name, [*script.variables, *script.defaults], most=1)
-        return f"${name} has no value{'; ' + near if near else ''}", f"give it: {name}=VALUE in the environment"
+        hint = "give it behind the launcher" if name.isdigit() else f"give it: {name}=VALUE in the environment"
+        return f"${name} has no value{'; ' + near if near else ''}", hint
     return unknown.words, "write the value itself"

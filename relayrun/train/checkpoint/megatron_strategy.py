@@ -178,12 +178,14 @@ def load_state(
     """
     there = reader.metadata.state_dict_metadata
 
-    def without_missing(value: Any) -> Any:
+    def as_stored(value: Any) -> Any:
         if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in there:
             return LocalNonpersistentObject(None)
+        if isinstance(value, ShardedTensor) and value.key not in there:  # local layers of Megatron-LM with experts
+            value.key = value.key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
         return value
 
-    dict_list_map_inplace(without_missing, wanted)
+    dict_list_map_inplace(as_stored, wanted)
     force_all_tensors_to_non_fp8(wanted)
     # the steps of megatron-core's load, which since 0.17 reads the common part itself
     state = reader.common() if common is None else common
