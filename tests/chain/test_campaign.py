@@ -93,7 +93,7 @@ def test_no_more_than_the_limit_and_the_next_one_when_a_chain_ends(make: Make) -
     assert len(start_due_in_campaign(folder).begun) == 2
     assert sorted(jobs(folder, slurm)) == ["01", "02"]
     assert start_due_in_campaign(folder).begun == []
-    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(member_run(folder, "02"))
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     slurm.set(jobs(folder, slurm)["01"][0], state="FAILED")  # its fallback job goes on with it
@@ -332,7 +332,7 @@ def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make
     write_stop(stable, ChainEnd("stopped", "stopped by ada"))
     assert why(stuck=True) == "waits for stable, which ended: stopped by ada"
     stable.stop.unlink()
-    write_stop(stable, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(stable, ChainEnd("done", "the last iteration, 20, is saved"))
     assert why() == "waits for the evaluation of stable:20, which has no result yet"
     evaluations.record_result(stable, EvaluationResult(iteration=20, attempt=1, status="failed", time=0.0, error="no"))
     at = stable.evaluations / "iter_0000020-0001"
@@ -346,7 +346,7 @@ def test_a_stage_waits_for_the_end_of_the_one_before_and_for_its_evaluation(make
     plan = Plan.load(member_run(folder, "long"))
     assert (plan.load_iteration, plan.load_path) == (0, str(stable.checkpoint(20)))
     assert sorted(jobs(folder, slurm)) == ["long", "stable"]
-    write_stop(member_run(folder, "long"), ChainEnd("done", "the last iteration, 40, is durable"))
+    write_stop(member_run(folder, "long"), ChainEnd("done", "the last iteration, 40, is saved"))
     assert len(start_due_in_campaign(folder).begun) == 1
     assert Plan.load(member_run(folder, "last")).load_path is None
 
@@ -364,8 +364,8 @@ def ended_unevaluated(folder: Path, *, ended: str) -> Run:
 @pytest.mark.parametrize(
     "ended",
     [
-        "the last iteration, 20, is durable",
-        "iteration 20 is durable, and training.stop_after ends the run there",
+        "the last iteration, 20, is saved",
+        "iteration 20 is saved, and training.stop_after ends the run there",
         "the program ended by itself, with exit code 0",
     ],
 )
@@ -384,7 +384,7 @@ def test_an_evaluation_that_a_stage_waits_for_is_attended_when_the_chain_is_over
 
 def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     for number in (1, 2, 3):
         assert start_due_in_campaign(folder) == CampaignPassResult()
         found = evaluation_jobs(stable, slurm)
@@ -400,7 +400,7 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
 
 def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     start_due_in_campaign(folder)
     (job,) = evaluation_jobs(stable, slurm)
     slurm.set(job, reason="Priority")
@@ -412,7 +412,7 @@ def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
 
 def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     start_due_in_campaign(folder)
     slurm.set(evaluation_jobs(stable, slurm)[0], state="CANCELLED")
     for _ in range(2):
@@ -444,7 +444,7 @@ def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
 @pytest.mark.parametrize("trouble", ["no section", "another run's"])
 def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     words = "has no section `evaluation` any more"
     if trouble == "no section":
         stable.evaluation_policy.unlink()
@@ -461,7 +461,7 @@ def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> Non
 def test_two_who_attend_at_once_queue_one_evaluation(make: Make) -> None:
     """The chain of a run, and whoever looks after the stage that waits: a second job would end without a result."""
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     threads = [threading.Thread(target=start_due_in_campaign, args=(folder,)) for _ in range(4)]
     evaluations.request_evaluation(stable, evaluations.evaluation_dir(stable, 20, 1))
     plan = Plan.load(stable)
@@ -483,7 +483,7 @@ def test_killed_or_failing_at_any_call_an_evaluation_is_queued_once(
 ) -> None:
     """Who looks after a stage is killed, or meets an error, around the evaluation that the stage waits for."""
     folder, slurm = make({"name": "stable"}, dict(AFTER))
-    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is saved")
     work, template, queued = folder.parent, tmp_path / "template", slurm.jobs()
     shutil.copytree(work, template)
 
@@ -578,7 +578,7 @@ def test_a_member_that_slurm_refuses_holds_up_no_other_and_is_tried_again_later(
     assert jobs_by_name(slurm) == ["02"]
     words = "its first job is refused: sbatch: sbatch: error: Batch job submission failed: Invalid partition"
     assert look.stuck == {"01": words}
-    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is saved"))
     slurm.write({})
     assert len(start_due_in_campaign(folder).begun) == 1
     assert jobs_by_name(slurm) == ["03"]
@@ -596,11 +596,11 @@ def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest
     start_due_in_campaign(folder)
     refuse(monkeypatch, slurm, "campaign-03", "Requested node configuration is not available")
     first, second = member_run(folder, "01"), member_run(folder, "02")
-    write_stop(first, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(first, ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(first, leaves=True)
     monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
     assert start_due_in_campaign(folder).stuck == {"03": REFUSED}
-    write_stop(second, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(second, ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(second)
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     assert start_due_in_campaign(folder) == CampaignPassResult()

@@ -60,7 +60,7 @@ class FailureSignature(DataclassSection):
     pattern: Annotated[SingleLine, Checked(_expression)]
     """Regular expression that is searched in a line of a log."""
     cause: FailureOwner
-    """Whose cause it is. `node`: the node gets a strike. `network` and `file system`: the next job waits longer."""
+    """Whose cause it is. `node`: it is counted against the node. `network` and `file system`: the next job waits longer."""
     again: bool = False
     """Every attempt would fail in the same way: the chain stops at once, unless an attempt has trained before."""
     meaning: SingleLine
@@ -81,7 +81,7 @@ class ChainSection(DataclassSection):
     """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only after a job
     of the chain fails, and then queues the next one or records why not. It needs one CPU for seconds."""
     max_failed_attempts: Positive = 3
-    """Consecutive attempts without a new durable iteration, after which the chain stops."""
+    """Consecutive attempts without a new checkpoint, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"
     """Restart after the death of a rank. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
     an agent on each node. A failure that agents cannot repair ends the attempt as with `job`."""
