@@ -310,7 +310,7 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
     for words in (
         "attempt:   7, job 4711, n[1-4]",
         "iteration: 900 of 5000",
-        "durable:   iteration 800",
+        "saved:     iteration 800",
         "go on:     relayrun resume /runs/x",
         "log:       /runs/logs/x-4711.err",
         "KeyError: 'layout'",
