@@ -15,7 +15,6 @@ from relayrun.errors import InputError, did_you_mean
 
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 MOST_FOUND = 5
-_HEADING_WEIGHT = 4
 _ENDING = re.compile(r"(?<=\w{4})(ions?|ings?|ed|es|s)$")
 _FILLERS = {"the", "and", "for", "from", "with", "how", "when", "where", "are", "can", "does", "what", "why", "not"}
 
@@ -34,11 +33,8 @@ def run(options: argparse.Namespace) -> int:
     if name in known:
         print(known[name].read_text(encoding="utf-8"), end="")
         return 0
-    lines = (
-        search(options.words)
-        if options.words
-        else [f"{each:<26}  {next(_sections(each, path)).line}" for each, path in known.items()]
-    )
+    listed = (f"{each:<26}  {next(_sections(each, path)).line}" for each, path in known.items())
+    lines = search(options.words) if options.words else [*listed]
     if not lines:
         raise InputError(f"nothing was found for {' '.join(options.words)!r}", hint=did_you_mean(name, known) or None)
     print(*lines, "", "`relayrun help NAME` shows a page, `relayrun explain NAME` a setting", sep="\n")
@@ -80,7 +76,7 @@ class _Section(NamedTuple):
     def weight(self, stem: str) -> float:
         """How much a word is the subject of this section: most where a heading has it, less in a long text."""
         in_text = min(len(re.findall(stem, self.text, re.I)), 4) / (2 + len(self.text) / 1000)
-        return in_text + _HEADING_WEIGHT * bool(re.search(stem, self.heading, re.I))
+        return in_text + 4 * bool(re.search(stem, self.heading, re.I))
 
 
 def _sections(name: str, path: Path) -> Iterator[_Section]:
@@ -89,6 +85,6 @@ def _sections(name: str, path: Path) -> Iterator[_Section]:
     title, _, text = title.partition("\n")
     index = (places.shared_file("docs") / "README.md").read_text(encoding="utf-8")
     wants = " ".join(re.findall(rf"^\| (.*?) \|.*/{name}\.md", index, re.M))
-    yield _Section(name, f"{name} {title} {wants}", title, text)
-    for heading, _, text in (part.partition("\n") for part in parts):
-        yield _Section(name, f"{name} {title} {heading}", f"{title}: {heading}", text)
+    for heading, _, body in (("", "", text), *(part.partition("\n") for part in parts)):
+        line = f"{title}: {heading}" if heading else title
+        yield _Section(name, f"{name} {title} {heading or wants}", line, body)

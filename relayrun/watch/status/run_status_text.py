@@ -175,9 +175,8 @@ def _damaged_checkpoints(status: RunStatus) -> str:
         parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
     texts = []
     for (quarantined, why), iterations in parts.items():
-        names = " and ".join(filter(None, [", ".join(map(str, iterations[:-1])), str(iterations[-1])]))
-        verb = "are" if len(iterations) > 1 else "is"
-        texts.append(f"{names} {verb} {'in quarantine' if quarantined else 'not whole'}: {why}")
+        where = "in quarantine" if quarantined else "not whole"
+        texts.append(f"{', '.join(map(str, iterations))} ({where}): {why}")
     return "; ".join(texts)
 
 
