@@ -102,7 +102,7 @@ format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff format .
 	$(BIN)/shfmt -i 2 -ci -w $(SHELL_FILES)
 
-gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, in eight minutes; TINY=1: the same way on CPUs
+gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, in five minutes; TINY=1: the same way on CPUs
 	$(or $(PYTHON),$(BIN)/python) -m relayrun.cli gpu-check $(if $(filter-out 0,$(TINY)),--tiny) $(GPU_CHECK)
 
 container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/how-to/containers.md)

@@ -28,7 +28,7 @@ COMMANDS = {
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
     "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
-    "wrap": ("run.wrap", "a batch script as it is becomes the program of a chain"),
+    "wrap": ("run.wrap", "run an existing sbatch script, unchanged, as a chain of jobs"),
     "resume": ("run.submit", "submit a run again as it was submitted last"),
     "launch": ("run.submit", "what the sbatch scripts of launchers/ call"),
     "config": ("run.settings", "the settings of a run config, or of a run, and where each value comes from"),
@@ -40,8 +40,8 @@ COMMANDS = {
     "export": ("model.convert", "a checkpoint in the form that other programs read"),
     "upload": ("model.convert", "an exported folder to a repository of the Hugging Face hub"),
     "import": ("model.convert", "a checkpoint, to start a run from, of another program's model"),
-    "checkpoint": ("model.checkpoint", "whether a checkpoint still holds its bytes; copies of it in a second place"),
-    "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in eight minutes"),
+    "checkpoint": ("model.checkpoint", "verify the bytes of a checkpoint; copy it to a second place, and restore it"),
+    "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in five minutes"),
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "trial": ("site.lab", "whether a program resumes and leaves when asked, in a short run that is killed on purpose"),
     "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes; writes its site file"),
@@ -51,9 +51,9 @@ COMMANDS = {
     "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),
     "stages": (
         "run.sweeps_and_stages",
-        "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume",
+        "runs one after the other, each from a checkpoint: submit, status, stop, resume",
     ),
-    "sentinel": ("watch.cron_check", "one look after the runs of folders, for cron: tells what no job can tell"),
+    "sentinel": ("watch.cron_check", "a check from cron: tells of runs whose jobs are gone, held or stuck"),
     "goodput": ("watch.report", "where the node hours of runs went: every second of every node in one named part"),
     "metrics": ("watch.metrics", "metrics of runs for Prometheus: as text, as a file, or over HTTP on this machine"),
     "runs": ("watch.runs", "runs in folders: where they stand and how large they are; archive and move them"),
@@ -71,7 +71,7 @@ _READ_FIRST = {
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
-EXAMPLES = {
+EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
     "init": "my-project --cluster local",
     "help": "time limit",
     "submit": "configs/runs/my-run.yaml --set training.steps=40",
@@ -96,19 +96,13 @@ EXAMPLES = {
     "site": "probe --cluster configs/clusters/my-site.yaml",
     "completion": "bash",
     "status": "my-project/my-run -f",
-    "why": "my-project/my-run",
     "sweep": "submit configs/runs/my-sweep.yaml --dry-run",
     "stages": "submit configs/runs/my-stages.yaml --dry-run",
     "sentinel": "logs/runs",
-    "goodput": "my-project/my-run",
-    "metrics": "my-project/my-run",
     "runs": "list logs/runs",
     "report": "my-project/my-run --text",
     "logs": "my-project/my-run -f",
     "notify": "test configs/runs/my-run.yaml",
-    "save": "my-project/my-run",
-    "stop": "my-project/my-run",
-    "cancel": "my-project/my-run",
 }
 """By command: an example of its arguments, the end of its help."""
 
@@ -128,9 +122,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             return options
     parser = _parser(asked, COMMANDS)
     if arguments and asked == arguments[0] and asked not in COMMANDS:
-        parser.error(
-            f"there is no command {asked!r}; {did_you_mean(asked, COMMANDS) or '`relayrun --help` lists them'}"
-        )
+        parser.error(f"there is no command {asked!r}; {did_you_mean(asked, COMMANDS) or 'see `relayrun --help`'}")
     return parser.parse_args(arguments)
 
 

@@ -272,7 +272,7 @@ def decide_at_end(facts: EndFacts) -> Decision:
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.chain.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1
-    reason = f"{reason}; no new durable iteration"
+    reason = f"{reason}; no new checkpoint"
     if not facts.chain.auto_requeue:
         return Decision(action="end", reason=reason)
     if failed >= facts.chain.max_failed_attempts:
@@ -306,11 +306,11 @@ def default_signal_seconds(grace_period: float) -> int:
 
 
 def done_reason(iteration: int) -> str:
-    return f"the last iteration, {iteration}, is durable"
+    return f"the last iteration, {iteration}, is saved"
 
 
 def stop_after_reason(iteration: int) -> str:
-    return f"iteration {iteration} is durable, and training.stop_after ends the run there"
+    return f"iteration {iteration} is saved, and training.stop_after ends the run there"
 
 
 def _all_done_reason(facts: StartFacts | EndFacts) -> str | None:
@@ -328,4 +328,4 @@ def _reason_without_outcome(facts: EndFacts) -> str:
 
 
 def _too_many_failed(failed: int) -> str:
-    return f"{failed} attempt{'s' if failed > 1 else ''} in a row without a new durable iteration"
+    return f"{failed} attempt{'s' if failed > 1 else ''} in a row without a new checkpoint"

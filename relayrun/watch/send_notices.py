@@ -406,7 +406,7 @@ def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
         ("more", f"{message.count - 1} more since {since}" if message.count > 1 else ""),
         ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
         ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
-        ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
+        ("saved", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
         ("go on", notice.go_on or ""),
         ("log", notice.log or ""),
     ]

@@ -99,7 +99,7 @@ def test_another_way_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     first = play("first")
     assert list(differences(first, play("again"))) == []
-    assert "reason: 1 attempt in a row without a new durable iteration" in (first / "STOP").read_text()
+    assert "reason: 1 attempt in a row without a new checkpoint" in (first / "STOP").read_text()
     assert json.loads((first / "attempts/0002/end.json").read_text().replace("TIME", "0"))["cause"] == "failed"
     monkeypatch.setattr(control_decisions, "_too_many_failed", lambda failed: f"{failed} in vain")
     assert any("in vain" in line for line in differences(first, play("planted")))

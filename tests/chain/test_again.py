@@ -54,7 +54,7 @@ def test_a_begin_that_cannot_start_is_tried_again_later_each_time(
     run, plan = make_run("--steps=5", total_steps=5, host_python=refusing_python(tmp_path, "begin", times=2))
     events = chain(run, plan, monkeypatch)
     assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"] * 2
-    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is saved")
     assert LocalQueue(run.path / "local").read_job("1").failed_begins == 0  # forgotten once it has begun
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_ends_before_its_start_is_on_record_is_queued_again(
     run, plan = make_run("--steps=5", total_steps=5, host_python=refusing_python(tmp_path, "begin", times=2))
     events = chain(run, plan, monkeypatch)
     assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"] * 2
-    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is saved")
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_an_end_that_fails_is_called_again(
         package_root=str(fast_package(tmp_path)),
     )
     chain(run, plan, monkeypatch)
-    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is saved")
     assert [record.cause for number in run.attempt_numbers() if (record := run.attempt(number).read_end())] == ["done"]
 
 
@@ -141,7 +141,7 @@ def test_a_batch_script_that_cannot_read_its_package_is_tried_again(
 
     scheduler.run_queue(listen)
     assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
-    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is saved")
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_begin_that_hangs_until_the_job_is_about_to_end_is_tried_again(
     scheduler.run_queue(events.append, signal_once)
     assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
     assert "begin, which was not done at SIGUSR2, failed in job 1" in logs(tmp_path)
-    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is saved")
 
 
 def logs(folder: Path) -> str:

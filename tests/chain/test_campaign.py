@@ -91,7 +91,7 @@ def test_no_more_than_the_limit_and_the_next_one_when_a_chain_ends(make: Make) -
     assert len(start_due_in_campaign(folder).begun) == 2
     assert sorted(jobs(folder, slurm)) == ["01", "02"]
     assert start_due_in_campaign(folder).begun == []
-    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(member_run(folder, "02"))
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     slurm.set(jobs(folder, slurm)["01"][0], state="FAILED")  # its fallback job goes on with it
@@ -315,13 +315,13 @@ def test_a_stage_waits_for_the_end_of_the_one_before(make: Make) -> None:
     write_stop(stable, ChainEnd("stopped", "stopped by ada"))
     assert why(stuck=True) == "waits for stable, which ended: stopped by ada"
     stable.stop.unlink()
-    write_stop(stable, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(stable, ChainEnd("done", "the last iteration, 20, is saved"))
     assert len(start_due_in_campaign(folder).begun) == 1
     assert why("last") == "waits for the end of long"
     plan = Plan.load(member_run(folder, "long"))
     assert (plan.load_iteration, plan.load_path) == (0, str(stable.checkpoint(20)))
     assert sorted(jobs(folder, slurm)) == ["long", "stable"]
-    write_stop(member_run(folder, "long"), ChainEnd("done", "the last iteration, 40, is durable"))
+    write_stop(member_run(folder, "long"), ChainEnd("done", "the last iteration, 40, is saved"))
     assert len(start_due_in_campaign(folder).begun) == 1
     assert Plan.load(member_run(folder, "last")).load_path is None
 
@@ -420,7 +420,7 @@ def test_a_member_that_slurm_refuses_holds_up_no_other_and_is_tried_again_later(
     assert jobs_by_name(slurm) == ["02"]
     words = "its first job is refused: sbatch: sbatch: error: Batch job submission failed: Invalid partition"
     assert look.stuck == {"01": words}
-    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(member_run(folder, "02"), ChainEnd("done", "the last iteration, 20, is saved"))
     slurm.write({})
     assert len(start_due_in_campaign(folder).begun) == 1
     assert jobs_by_name(slurm) == ["03"]
@@ -438,11 +438,11 @@ def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest
     start_due_in_campaign(folder)
     refuse(monkeypatch, slurm, "campaign-03", "Requested node configuration is not available")
     first, second = member_run(folder, "01"), member_run(folder, "02")
-    write_stop(first, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(first, ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(first, leaves=True)
     monkeypatch.setattr("subprocess.run", lambda command, **more: slurm.run(command, more.get("input") or ""))
     assert start_due_in_campaign(folder).stuck == {"03": REFUSED}
-    write_stop(second, ChainEnd("done", "the last iteration, 20, is durable"))
+    write_stop(second, ChainEnd("done", "the last iteration, 20, is saved"))
     supervisor.start_due_members_of(second)
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
     assert start_due_in_campaign(folder) == CampaignPassResult()

@@ -58,7 +58,7 @@ def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make
     records = ends(run)
     assert [end.cause for end in records] == ["failed", "done"], logs(run)
     assert records[0].durable_iteration == 5
-    assert (stop_reason(run) or "").startswith(f"the last iteration, {last}, is durable")
+    assert (stop_reason(run) or "").startswith(f"the last iteration, {last}, is saved")
     assert losses(run.metrics_view) == uncut.losses()
     final = LAST_CHECKPOINT[name].format(last)
     assert_same_checkpoints(uncut.folder / final, run.checkpoints / final)

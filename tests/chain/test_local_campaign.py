@@ -23,7 +23,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-DONE = "the last iteration, 4, is durable"
+DONE = "the last iteration, 4, is saved"
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     records = ends(run)
     assert len(records) >= 2, logs(run)
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
-    assert (stop_reason(run) or "").startswith("the last iteration, 40, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 40, is saved")
     assert resume_point(run).iteration == 40
     assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 41))
     bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
@@ -67,7 +67,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     run, plan = make_run("--steps=3", "--step-seconds=0.01", stop_after=3)
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["done"]
-    reason = "iteration 3 is durable, and training.stop_after ends the run there"
+    reason = "iteration 3 is saved, and training.stop_after ends the run there"
     assert read_stop(run) == ChainEnd("done", reason)
     run.stop.unlink()
     run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
@@ -76,7 +76,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     run.stop.unlink()
     run, plan = make_run("--steps=5", "--step-seconds=0.01", total_steps=5, submitted_after_attempt=1)
     run_chain(run, plan)
-    assert stop_reason(run) == "the last iteration, 5, is durable"
+    assert stop_reason(run) == "the last iteration, 5, is saved"
     assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == [1, 2, 3, 4, 5]
 
 
@@ -119,7 +119,7 @@ def test_a_crash_loop_stops_after_the_failed_attempts_allowed(
     records = ends(run)
     assert [record.cause for record in records] == ["failed", "failed"]
     assert records[0].exit_code == 7
-    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new checkpoint")
     assert scheduler.jobs(plan) == []
 
 
@@ -201,7 +201,7 @@ def test_an_end_that_neither_records_nor_scheduler_know_counts_as_failed(make_ru
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(forget_first, kill_first)
     assert [(record.cause, record.exit_code, record.progress) for record in ends(run)] == [("unknown", -1, False)]
-    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new checkpoint")
     assert not any(job.live for job in scheduler.jobs(plan))
 
 
@@ -243,7 +243,7 @@ def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_th
     assert "ranks 1 did not answer" in record.reason
     assert "no progress for" in record.reason
     assert 'File "' in (run.stacks(1) / "rank-0000.txt").read_text()
-    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new checkpoint")
 
 
 @pytest.mark.long

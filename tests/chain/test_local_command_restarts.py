@@ -137,7 +137,7 @@ def test_a_program_that_dies_behind_its_last_save_is_not_started_again(make_run:
     (record,) = ends(run)
     (failed,) = restarts.read_failed_restarts(run.attempt(1))
     assert (failed.again, failed.reason) == (False, "iteration 20 is the last one, and it is saved")
-    assert (stop_reason(run) or "").startswith("the last iteration, 20, is durable"), record
+    assert (stop_reason(run) or "").startswith("the last iteration, 20, is saved"), record
     assert losses(run) == undisturbed(LAST)[0]
 
 

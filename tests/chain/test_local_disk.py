@@ -53,7 +53,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_chain(
     refused = refuse(monkeypatch, lambda job: job.state == state, times=3)
     events = run_chain(run, scheduler)
     assert len(refused) == 3
-    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is saved")
     assert LocalQueue(run.path / "local").read_job("1").start_time is not None
     said = [event for event in events if "No space left" in event]
     assert len(said) == (state == "COMPLETED"), events  # once, and not for what is tried ten times a second
@@ -81,7 +81,7 @@ def test_a_terminal_that_has_gone_does_not_end_the_chain(make_run: MakeRun) -> N
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     run_chain(run, scheduler, gone)
-    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is saved")
 
 
 @pytest.mark.parametrize("auto_requeue", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -236,7 +236,7 @@ def test_a_crash_loop_stops(make_run: MakeRun, tmp_path: Path, dialect: Megatron
     run, made = make_run(**plan(checkout, tmp_path, steps=20, environment=failing, max_failed_attempts=2))
     run_chain(run, made)
     assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
-    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new checkpoint")
     assert "the test wants this program to fail" in run.stop.read_text()
 
 

@@ -75,9 +75,9 @@ def test_a_killed_program_goes_on_behind_the_checkpoint_that_its_tracker_names_a
     assert (second.cause, second.durable_iteration) == ("done", 20)
     assert (run.checkpoints / ".quarantine/step-15-0002/state").read_text() == "15"
     assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 21))
-    assert (stop_reason(run) or "").startswith("the last iteration, 20, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 20, is saved")
     assert main(["submit", str(config)]) == 1
-    assert "the chain of this run has ended: the last iteration, 20, is durable" in capfd.readouterr().err
+    assert "the chain of this run has ended: the last iteration, 20, is saved" in capfd.readouterr().err
 
     # the config of the run, not the file, is what a resume goes on with
     words = f"command.run=['{{python}}', {tmp_path}/train.py, '{{checkpoints}}', '30', '0']"

@@ -61,7 +61,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
     again = submit(pieces)
     assert again.returncode == 1
-    assert f"the chain of this run has ended: the last iteration, {STEPS}, is durable" in again.stderr
+    assert f"the chain of this run has ended: the last iteration, {STEPS}, is saved" in again.stderr
 
 
 @pytest.mark.long

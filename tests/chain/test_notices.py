@@ -135,7 +135,7 @@ def test_a_submit_begins_anew(run: Run) -> None:
 
 def test_done_is_another_event_than_stopped(run: Run) -> None:
     tell(run, "http://x/", events=("done",))
-    write_stop(run, ChainEnd("done", "the last iteration, 3000, is durable"))
+    write_stop(run, ChainEnd("done", "the last iteration, 3000, is saved"))
     assert [name.partition("-")[0] for name in noted(run)] == ["done"]
 
 
@@ -147,7 +147,7 @@ def test_a_hang_and_failures_in_a_row(run: Run) -> None:
     began(run, 6, base=300)  # runs
     told = noted(run)
     assert set(told) == {"hang-0004", "failed-0005"}
-    assert told["failed-0005"].startswith("2 attempts in a row without a new durable iteration; attempt 5: failed")
+    assert told["failed-0005"].startswith("2 attempts in a row without a new checkpoint; attempt 5: failed")
     end(run, 6, "failed", progress=True)
     assert set(noted(run)) == set(told)
 

@@ -15,12 +15,35 @@ ROOT = Path(__file__).resolve().parents[2]
 FOUND = {
     "time limit": "chain",
     "OOM": "why",
+    "CUDA out of memory": "why",
+    "NCCL timeout": "hangs",
+    "failure signature": "why",
     "resume with fewer nodes": "spare-nodes",
+    "different number of gpus": "checkpoints",
+    "site file for my cluster": "clusters",
+    "account of my job": "launchers",
+    "go on with more steps": "training",
+    "learning rate warmup": "training",
+    "keep checkpoints": "checkpoint.keep_last",
+    "when is a checkpoint complete": "checkpoints",
+    "cancel a run": "chain",
+    "colleague stop my run": "trust",
+    "other users": "trust",
+    "report loss from my script": "command",
+    "SIGUSR2 leave": "command",
+    "tensor parallel": "scale",
+    "jsonl column": "tokenization",
     "tokenizer": "tokenization",
+    "own dataset in python": "own-code",
     "wandb": "monitoring",
+    "where are the logs": "monitoring",
     "learning rate": "training",
+    "send me an email": "notify",
+    "preemption": "failure-modes",
+    "quota full": "clusters",
+    "convert llama weights": "export",
 }
-"""What people search for, and a page that has to be among the five."""
+"""What people search for, and a page or setting that has to be among the five."""
 
 
 @pytest.mark.parametrize("words", FOUND)

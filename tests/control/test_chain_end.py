@@ -67,7 +67,7 @@ def test_a_network_or_a_file_system_gets_more_time_to_pass(failed: int, waits: b
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
-        ({"stopped": ChainEnd("stopped", "the last iteration, 100, is durable")}, "stopped"),
+        ({"stopped": ChainEnd("stopped", "the last iteration, 100, is saved")}, "stopped"),
         ({"stopped": ChainEnd("stopped", "")}, "stopped"),
         ({"total_steps": 100}, "done"),
         ({"stop_after": 100}, "done"),
@@ -111,7 +111,7 @@ def test_stop_keeps_state_and_reason(tmp_path: Path, state: ChainEndState) -> No
         ("enough\n", "enough"),
         ("enough\r\nof it", "enough"),
         ("", ""),
-        ("the last iteration, 100, is durable\n", "the last iteration, 100, is durable"),
+        ("the last iteration, 100, is saved\n", "the last iteration, 100, is saved"),
         ("state: finished\nreason: x\n", "state: finished"),
         ("\nstate: done\nreason: x\n", ""),
     ],

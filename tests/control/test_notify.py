@@ -291,7 +291,7 @@ def test_a_run_has_no_end_of_notices(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_text_says_what_happened_and_what_to_do() -> None:
     told = notice(
         event="stopped",
-        reason="3 attempts in a row without a new durable iteration",
+        reason="3 attempts in a row without a new checkpoint",
         attempt=7,
         job_id="4711",
         nodes="n[1-4]",
@@ -304,13 +304,13 @@ def test_the_text_says_what_happened_and_what_to_do() -> None:
     )
     message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
     assert send_notices.message_subject(policy(), message) == (
-        "[relayrun] p/n on alps: the chain has stopped: 3 attempts in a row without a new durable iteration"
+        "[relayrun] p/n on alps: the chain has stopped: 3 attempts in a row without a new checkpoint"
     )
     body = send_notices.message_body(policy(), message)
     for words in (
         "attempt:   7, job 4711, n[1-4]",
         "iteration: 900 of 5000",
-        "durable:   iteration 800",
+        "saved:     iteration 800",
         "go on:     relayrun resume /runs/x",
         "log:       /runs/logs/x-4711.err",
         "KeyError: 'layout'",

@@ -74,5 +74,5 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "logs/runs/my-project/plain")
     assert resume_point(run).iteration == 200
-    assert "the last iteration, 200, is durable" in done.stdout
+    assert "the last iteration, 200, is saved" in done.stdout
     assert resume_point(Run(tmp_path / "logs/runs/wrapped/train")).iteration == 20

@@ -225,6 +225,30 @@ def test_a_name_that_stands_for_nothing_is_found(cell: str) -> None:
     assert unknown(["", "`training.steps`", "`training.stepps`"]) == ["training.stepps"]
 
 
+README_COMMANDS = {
+    "sbatch submit-llama3-8B.sh",
+    "scripts/tokenization/prepare_dumps.py --filter-in --filter-out --n-dumps",
+    "scripts/tokenization/submit_tokenization.sh",
+    "scripts/create_data_config.py",
+    "python3 scripts/tools/create_data_mixture.py --folders --weights --output",
+    "python scripts/copy_wandb_project.py -se -de -sp -dp -r",
+}
+"""Programs of the fork's README with their flags."""
+
+
+def test_every_command_of_their_readme_has_a_line_and_its_program_is_here() -> None:
+    rows = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+    assert {quoted(row[0])[0] for row in rows} == README_COMMANDS
+    for row in rows:
+        commands = [name.removeprefix("sbatch ") for name in quoted(row[1]) if "/" in name]
+        assert commands
+        for program, *flags in (command.split() for command in commands):
+            assert os.access(ROOT / program, os.X_OK), program
+            assert not flags or set(flags) <= flags_of(program)
+    names = quoted(PAGE.partition("`AUTO_JOB_REQUEUE`")[2].partition("keep their")[0])
+    assert {"AUTO_JOB_REQUEUE", *names} - {"WANDB_API_KEY"} <= VARIABLES_HERE
+
+
 def fork() -> Path | None:
     """The checkout of the fork, if a variable names it."""
     named = [os.environ.get("MEGATRON_LM_DIR", ""), *os.environ.get("MEGATRON_CHECKOUTS", "").split(":")]

@@ -137,10 +137,10 @@ def test_a_machine_that_becomes_busy_gets_more_time(machines: Make) -> None:
 def test_a_machine_that_saves_nothing_ends_the_demo_with_the_reason(machines: Make) -> None:
     machine = machines(1.0)
     machine.job = lambda **_: False  # type: ignore[method-assign]
-    machine.run.stop.write_text("2 attempts in a row without a new durable iteration\n\nThe chain has ended.\n")
+    machine.run.stop.write_text("2 attempts in a row without a new checkpoint\n\nThe chain has ended.\n")
     with pytest.raises(RelayrunError) as raised:
         demo.train_to_end(machine.run, CONFIG, ["demo.yaml"], slurm=False)
-    why = "4 chains in a row saved nothing behind iteration 0: 2 attempts in a row without a new durable iteration"
+    why = "4 chains in a row saved nothing behind iteration 0: 2 attempts in a row without a new checkpoint"
     assert why in str(raised.value)
     assert "relayrun status" in str(raised.value)
 

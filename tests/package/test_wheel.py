@@ -137,7 +137,7 @@ def test_a_chain_of_an_installed_package_trains_to_its_end(wheel: Path, tmp_path
     ]
     train.run(relayrun, "submit", *config, cwd=tmp_path / "p")
     run = Run(tmp_path / "p/logs/runs/p/my-run")
-    assert "the last iteration, 6, is durable" in run.stop.read_text()
+    assert "the last iteration, 6, is saved" in run.stop.read_text()
     assert (run.code / "0001/launchers/lib/job.sh").is_file()
     status = train.run(relayrun, "status", "p/my-run", cwd=tmp_path / "p/configs").stdout
     assert "6 of 6" in status

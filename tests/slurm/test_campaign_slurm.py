@@ -135,7 +135,7 @@ def test_a_sweep_of_twelve_runs(cluster: TestCluster, tmp_path: Path) -> None:
     assert most <= 3
     times = []
     for member in members.values():
-        assert stop_reason(member.run) == "the last iteration, 8, is durable", member.name
+        assert stop_reason(member.run) == "the last iteration, 8, is saved", member.name
         assert iterations(member.run) == list(range(1, 9)), member.name
         record = begun(folder, member)
         assert record is not None

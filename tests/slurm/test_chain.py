@@ -72,7 +72,7 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
     assert resume_point(run).iteration == 60
-    assert (stop_reason(run) or "").startswith("the last iteration, 60, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 60, is saved")
 
 
 def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
@@ -253,7 +253,7 @@ def test_ranks_that_hang_until_the_time_limit_do_not_end_a_job_that_queues_itsel
     cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=400)
     assert len(ends(run)) == 2, logs(run)
     assert {end.cause for end in ends(run)} <= {"unknown", "failed"}, logs(run)  # SIGKILL may come to the ranks first
-    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new checkpoint")
     assert cluster.job(job)["Restarts"] in ("1", "2")
 
 

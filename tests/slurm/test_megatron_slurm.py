@@ -169,4 +169,4 @@ def test_a_crash_loop_stops(
     hurry(cluster, made)
     wait_for_end(cluster, run, made, timeout=600)
     assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
-    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new checkpoint")

@@ -122,7 +122,7 @@ def test_a_rollback_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_
     assert [left.iteration for left in quarantined_checkpoints(broken.run)] == damaged
     for left in quarantined_checkpoints(broken.run):
         assert "are not those that were saved" in left.why
-        assert f"iteration {left.iteration} is left behind: {left.why}" in output
+        assert f"iteration {left.iteration} is damaged: {left.why}" in output
     went_back = [entry["base_iteration"] for entry in read_json_lines(broken.run.attempt(1).rollbacks)]
     assert went_back == [max(damaged), min(damaged) - interval, max(damaged)]
     assert_same_steps(counted(whole.run), counted(broken.run))

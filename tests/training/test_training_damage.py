@@ -73,7 +73,7 @@ def test_the_attempt_goes_on_from_the_checkpoint_before(trained: Harness, tmp_pa
     assert words in left.why
     assert Path(left.path, "common.pt").exists()
     done = made.attempts[0]
-    assert f"iteration 12 is left behind: {left.why}" in done.output()
+    assert f"iteration 12 is damaged: {left.why}" in done.output()
     begin = attempt.read_begin()
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (8, str(made.run.checkpoint(8)))

@@ -303,7 +303,7 @@ def test_checkpoints_left_behind_by_a_fall_back_are_told_with_the_reason(run: Ru
         assert [(entry.iteration, entry.quarantined) for entry in found.left_behind] == [(16, True), (14, True)]
         assert found.left_behind[0].why == "data has 1 bytes, not 5"
     assert "iteration 10" in words_of(found)
-    assert "16 and 14 are in quarantine: data has 1 bytes, not 5" in words_of(found)
+    assert "16, 14 (in quarantine): data has 1 bytes, not 5" in words_of(found)
     run.checkpoint(18).mkdir()
     run.attempt(2).append_commit(
         CheckpointCommit(iteration=18, path=str(run.checkpoint(18)), consumed_samples=1, time=NOW, seconds=1.0)

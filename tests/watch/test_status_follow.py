@@ -91,7 +91,7 @@ def test_lines_end_with_the_chain(
     (slurm / "queue").write_text("7|RUNNING|None|job-a\n")
 
     def later(_: float) -> None:
-        runs[0].stop.write_text("the last iteration is durable")
+        runs[0].stop.write_text("the last iteration is saved")
         (slurm / "queue").write_text("")
 
     # its own sleep alone: a call of squeue waits with time.sleep as well

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
+import operator
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from relayrun import places
 from relayrun.errors import InputError, did_you_mean
 
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 MOST_FOUND = 5
-_TITLE_WEIGHT = 6
+_ENDING = re.compile(r"(?<=\w{4})(ions?|ings?|ed|es|s)$")
+_FILLERS = {"the", "and", "for", "from", "with", "how", "when", "where", "are", "can", "does", "what", "why", "not"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     if name in known:
         print(known[name].read_text(encoding="utf-8"), end="")
         return 0
-    lines = search(options.words) if options.words else [_line(each, path) for each, path in known.items()]
+    listed = (f"{each:<26}  {next(_sections(each, path)).line}" for each, path in known.items())
+    lines = search(options.words) if options.words else [*listed]
     if not lines:
         raise InputError(f"nothing was found for {' '.join(options.words)!r}", hint=did_you_mean(name, known) or None)
     print(*lines, "", "`relayrun help NAME` shows a page, `relayrun explain NAME` a setting", sep="\n")
@@ -43,40 +48,43 @@ def pages() -> dict[str, Path]:
 
 
 def search(words: list[str]) -> list[str]:
-    """Return a line for each of the best pages and settings that have all words."""
+    """Return a line for each of the best pages and settings: the section that fits best, by how rare its words are."""
     from relayrun.config.compose.describe import describe_settings
 
-    found = [(_score(words, *_title_and_text(path)), _line(name, path, words)) for name, path in pages().items()]
-    settings = (each for each in describe_settings() if not each.is_section)
-    found += [(_score(words, each.name, each.words), f"{each.name:<28} {each.words[:88]}") for each in settings]
-    best = sorted((each for each in found if each[0]), key=lambda each: -each[0])
-    return [line for _, line in best[:MOST_FOUND]]
+    stems = [_ENDING.sub("", word.lower()) for word in words if len(word) > 2 and word.lower() not in _FILLERS]
+    found = [each for name, path in pages().items() if name != "settings-list" for each in _sections(name, path)]
+    found += [_Section(each.name, each.name, each.words, each.words) for each in describe_settings()]
+    counts = [[each.weight(rf"\b{re.escape(stem)}") for stem in stems] for each in found]
+    rarity = [math.log(len(found) / (1 + sum(each[i] > 0 for each in counts))) for i in range(len(stems))]
+    best: dict[str, tuple[float, str]] = {}
+    for section, has in zip(found, counts, strict=True):
+        fit = sum(map(operator.mul, rarity, has)) * (sum(map(bool, has)) / len(has or [0])) ** 2
+        key = section.name[: section.name.find(".") + 1] or section.name  # of a section of settings the best alone
+        if fit > best.get(key, (0.0, ""))[0]:
+            best[key] = fit, f"{section.name:<26}  {section.line}"[:118]
+    return [line for _, line in sorted(best.values(), key=lambda each: -each[0])[:MOST_FOUND]]
 
 
-def _score(words: list[str], title: str, text: str) -> float:
-    """How well a text fits: 0 unless it has every word; whole phrases and words of the title weigh more."""
-    title, text = title.lower(), text.lower()
-    forms = [rf"\b{re.escape(word.lower().rstrip('s'))}" for word in words if len(word) > 2 and word != "with"]
-    if not forms or any(re.search(form, f"{title}\n{text}") is None for form in forms):
-        return 0.0
-    density = sum(min(len(re.findall(form, text)), 9) for form in forms) / len(forms)
-    pairs = [rf"{one}\w*\W+{other}" for one, other in itertools.pairwise(forms)]
-    phrases = sum(min(len(re.findall(pair, text)), 5) for pair in pairs)
-    return density + 2 * phrases + _TITLE_WEIGHT * sum(bool(re.search(each, title)) for each in (*forms, *pairs))
+class _Section(NamedTuple):
+    """A part of a page, or a setting: what its line says, what counts as its headings, and its text."""
+
+    name: str
+    heading: str
+    line: str
+    text: str
+
+    def weight(self, stem: str) -> float:
+        """How much a word is the subject of this section: most where a heading has it, less in a long text."""
+        in_text = min(len(re.findall(stem, self.text, re.I)), 4) / (2 + len(self.text) / 1000)
+        return in_text + 4 * bool(re.search(stem, self.heading, re.I))
 
 
-def _title_and_text(path: Path) -> tuple[str, str]:
-    """Return the title of a page with its headings, and its text."""
-    text = path.read_text(encoding="utf-8")
-    return f"{path.stem} " + " ".join(re.findall(r"^#+ (.*)", text, re.M)), text
-
-
-def _line(name: str, path: Path, words: list[str] | None = None) -> str:
-    """Return a line about a page: its title, or its first line with all words, or with one."""
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    title = lines[0].removeprefix("# ")
-    for enough in (all, any) if words else ():
-        for line in lines[1:]:
-            if enough(word.lower().rstrip("s") in line.lower() for word in words or ()):
-                return f"{name:<28} {title}: {line}"[:118]
-    return f"{name:<28} {title}"
+def _sections(name: str, path: Path) -> Iterator[_Section]:
+    """Yield the sections of a page. The tasks in the index of pages count as headings."""
+    title, *parts = re.split(r"^##+ ", path.read_text(encoding="utf-8").removeprefix("# "), flags=re.M)
+    title, _, text = title.partition("\n")
+    index = (places.shared_file("docs") / "README.md").read_text(encoding="utf-8")
+    wants = " ".join(re.findall(rf"^\| (.*?) \|.*/{name}\.md", index, re.M))
+    for heading, _, body in (("", "", text), *(part.partition("\n") for part in parts)):
+        line = f"{title}: {heading}" if heading else title
+        yield _Section(name, f"{name} {title} {heading or wants}", line, body)

@@ -56,7 +56,7 @@ class FailureSignature(DataclassSection):
     pattern: Annotated[SingleLine, Checked(_expression)]
     """Regular expression that is searched in a line of a log."""
     cause: FailureOwner
-    """Whose cause it is. `node`: the node gets a strike. `network` and `file system`: the next job waits longer."""
+    """Whose cause it is. `node`: it is counted against the node. `network` and `file system`: the next job waits longer."""
     again: bool = False
     """Every attempt would fail in the same way: the chain stops at once, unless an attempt has trained before."""
     meaning: SingleLine
@@ -92,7 +92,7 @@ class ChainSection(DataclassSection):
     """A submit asks for confirmation if its jobs can use more node hours than this, or any number (`--yes` answers).
     None: the value of the cluster."""
     max_failed_attempts: Positive = 3
-    """Consecutive attempts without a new durable iteration, after which the chain stops."""
+    """Consecutive attempts without a new checkpoint, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"
     """Restart after the death of a rank. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
     an agent on each node. A failure that agents cannot repair ends the attempt as with `job`."""

@@ -64,9 +64,9 @@ class NotifySection(Section):
     """Events for the targets: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the loss,
     disk nearly full, node sick, done, evaluation finished."""
     failed_attempts: Positive = 2
-    """Consecutive attempts without a new durable iteration before `failed` is sent."""
+    """Consecutive attempts without a new checkpoint before `failed` is sent."""
     no_progress: Annotated[float, Field(gt=0)] = 21600.0
-    """Seconds of jobs without a new durable iteration before `stalled` is sent, and again after as many."""
+    """Seconds of jobs without a new checkpoint before `stalled` is sent, and again after as many."""
     disk_checkpoints: NonNegative = 2
     """`disk` is sent when there is room for fewer checkpoints than this; 0: only after a save met a full disk."""
 

@@ -170,7 +170,7 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         reservation = reservation or budget.why_over(run, plan, limit, started.grace_period)
         with _told_to_slurm(run, plan, scheduler, cancelled=cancelled):
             record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
-    log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
+    log_line(f"attempt {number} ended: {record.cause}: {record.reason}; newest checkpoint {record.durable_iteration}")
     chain_end = record.verdict
     if chain_end is None and record.action in ("continue", "retry"):
         chain_end = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
@@ -427,7 +427,7 @@ def _record_node_failures(
         blame = error_lines.blamed_nodes(log, failures, ntasks=ntasks, said=said, more=more)
         record(blame)
         for node, reason in blame.items():
-            log_line(f"a strike for node {node}: {reason}")
+            log_line(f"a failure counted against node {node}: {reason}")
     record({node: each.words for each in restarts.read_failed_restarts(attempt) for node in each.lost})
 
 

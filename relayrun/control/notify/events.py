@@ -98,7 +98,7 @@ def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> 
             yield make_notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
         failed = count_failed_attempts(run, plan, last=number)
         if failed >= policy.failed_attempts:
-            reason = f"{failed} attempts in a row without a new durable iteration; {words}"
+            reason = f"{failed} attempts in a row without a new checkpoint; {words}"
             yield make_notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
         return
 
@@ -185,7 +185,7 @@ def stalled_notice(run: Run, since: float, patience: float, now: float) -> tuple
     times = int((now - since) // patience)
     if times < 1:
         return None
-    reason = f"no new durable iteration for {(now - since) / 3600:.1f} h of jobs; the newest is {iteration}"
+    reason = f"no new checkpoint for {(now - since) / 3600:.1f} h of jobs; the newest is {iteration}"
     return f"stalled-{iteration:07}-{numbers[-1] if numbers else 0}-{times}", reason
 
 

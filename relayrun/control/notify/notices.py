@@ -67,9 +67,9 @@ class NoticePolicy(Record):
     targets: list[dict[str, object]]
     """A `NoticeTarget` each."""
     failed_attempts: int
-    """Attempts in a row without a new durable iteration that are an event."""
+    """Attempts in a row without a new checkpoint that are an event."""
     no_progress: float
-    """Seconds of jobs without a new durable iteration that are an event."""
+    """Seconds of jobs without a new checkpoint that are an event."""
     disk_checkpoints: int
     """Room for fewer checkpoints than this on the disk is an event; 0: never."""
     program: list[str]

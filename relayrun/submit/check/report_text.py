@@ -130,7 +130,7 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield f"memory of {owner}", f"{format_bytes(memory.total)} {whole}: {parts}"
     if future.host_copies:
         yield "memory of a node", f"{format_bytes(future.host_copies)} for the copies of saves, by formula"
-    left = f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""
+    left = f"; {future.tokens_left:,} remain after step {future.steps_done:,}" if future.steps_done else ""
     yield "tokens", f"{future.tokens:,} in {future.steps:,} steps{left}"
     for each in report.usage:
         if each.epochs is not None:

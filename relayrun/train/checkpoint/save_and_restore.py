@@ -263,7 +263,7 @@ class StateRestorer:
                         f"{MOST_FALL_BACKS + 1} checkpoints in a row were read as damaged; the last, {error}",
                         hint="more likely it is this node's memory, network or file system",
                     ) from None
-                self.say(f"iteration {base.iteration} is left behind: {error.message}")
+                self.say(f"iteration {base.iteration} is damaged: {error.message}")
                 base = self.ranks.on_first_rank(
                     partial(quarantine_and_fall_back, self.run, self.attempt, base, error), QuarantineFailed
                 )

@@ -111,7 +111,7 @@ def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
     figures = [
         ("iteration", f"{last.get('iteration', 0):,.0f}" + (f" of {steps:,}" if steps else "")),
         ("loss", _optional(last.get("loss"), ".4f")),
-        ("durable", f"{durable:,}"),
+        ("saved", f"{durable:,}"),
         ("goodput", f"{account.goodput:.1%}"),
         ("effective training time", f"{account.effective_training_time:.1%}"),
         ("allocated", format_node_time(account.allocated)),

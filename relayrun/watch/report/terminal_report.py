@@ -97,7 +97,7 @@ def _attempt_row(allocation: NodeAllocation, facts: AttemptFacts) -> AttemptRow:
 
 def attempts_table(report: AttemptsAndLosses) -> Table:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
-    columns = ("attempt|n", "ended", "why", "iterations|n", "durable|n", "tokens|n", "wall s|n", "tokens/s|n")
+    columns = ("attempt|n", "ended", "why", "iterations|n", "saved|n", "tokens|n", "wall s|n", "tokens/s|n")
     rows = [
         (
             str(row.number),

@@ -98,7 +98,7 @@ class RunStatus(RunSummary):
     last_failed_save: str | None
     """Iteration and reason of the newest failed save."""
     failed_attempts: int
-    """Consecutive attempts, up to now, without a new durable iteration."""
+    """Consecutive attempts, up to now, without a new checkpoint."""
     max_failed_attempts: int
     strikes: dict[str, int]
     """Number of unexpired failed attempts attributed to each node."""

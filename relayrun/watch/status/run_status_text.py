@@ -79,12 +79,12 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("left", _remaining(status)),
         ("loss", format_loss(status.loss)),
         ("tokens/s", format_speed(status.tokens_per_second)),
-        ("durable", _durable(status)),
+        ("saved", _durable(status)),
         ("left out", _skipped_documents(status)),
         ("mirror", _mirror(status, now)),
         *(("disk", words) for words in status.disk),
         *(("quota", words) for words in _quotas(status, now)),
-        ("left behind", _damaged_checkpoints(status)),
+        ("damaged", _damaged_checkpoints(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("why", f"{status.why}; relayrun why {status.path}" if status.why else ""),
@@ -96,7 +96,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("no match", "; ".join(status.unmatched)),
         ("failed saves", _count_and_last(status.failed_saves, status.last_failed_save)),
         ("failed", failed if status.failed_attempts else ""),
-        ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
+        ("node failures", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
         ("excluded", ", ".join(f"{node}{_USED_AGAIN * (node in status.used_again)}" for node in status.excluded)),
         ("triggers", ", ".join(f"{t.name} by {t.user}, {format_seconds(now - t.time)} ago" for t in status.triggers)),
         ("sentinel", "" if status.sentinel is None else cron_check_line(status.sentinel, now=now)),
@@ -174,9 +174,8 @@ def _damaged_checkpoints(status: RunStatus) -> str:
         parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
     texts = []
     for (quarantined, why), iterations in parts.items():
-        names = " and ".join(filter(None, [", ".join(map(str, iterations[:-1])), str(iterations[-1])]))
-        verb = "are" if len(iterations) > 1 else "is"
-        texts.append(f"{names} {verb} {'in quarantine' if quarantined else 'not whole'}: {why}")
+        where = "in quarantine" if quarantined else "not whole"
+        texts.append(f"{', '.join(map(str, iterations))} ({where}): {why}")
     return "; ".join(texts)
 
 

@@ -354,7 +354,7 @@ class RemainingWork:
     """Seconds of running jobs, without time in the queue."""
     node_hours: float
     earliest_end: float | None
-    """Time at which the last iteration is durable if no job waits, in seconds since 1970; None if no job runs."""
+    """Time at which the last iteration is saved if no job waits, in seconds since 1970; None if no job runs."""
     attempts: int
     """Number of attempts that the pace is computed from."""
     queue_seconds: float | None

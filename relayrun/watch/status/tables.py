@@ -15,7 +15,7 @@ from relayrun.watch.text import format_seconds, parse_column_header, print_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-FIGURE_COLUMNS = ("attempt|n", "iteration", "left|n", "loss|n", "tokens/s|n", "durable|n", "age|n")
+FIGURE_COLUMNS = ("attempt|n", "iteration", "left|n", "loss|n", "tokens/s|n", "saved|n", "age|n")
 RUN_COLUMNS = ("run", "state", *FIGURE_COLUMNS, "the last end")
 MAX_FOLDED_ROWS = 200
 """Largest table that is folded to the width of a terminal: a thousand rows take a second."""
