@@ -149,7 +149,8 @@ def _account_samples(account: NodeTimeAccount) -> Samples:
     ends = Counter(each.cause for each in account.allocations if each.cause != "running")
     for cause, count in ends.items():
         yield "attempt_ends", {"cause": cause}, count
-    failed = [each for attempt in account.allocations for each in attempt.failed_restarts]
+    attempts = [each.allocation.facts for each in account.allocations]
+    failed = [each for facts in attempts if facts is not None for each in facts.failed_restarts]
     causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
     for cause in ("node", "rank", "other"):
         yield "rank_restarts", {"cause": cause}, causes[cause]
