@@ -63,8 +63,8 @@ FAULTS = (
         name="a cancelled successor is replaced",
         room="chain",
         function="record_cancelled_successor",
-        old='job.state != "CANCELLED"',
-        new='job.state != "FAILED"',
+        old='not scheduler.cancelled(known.job_id, nodes="")',
+        new="True",
         tests=("test_a_successor_that_somebody_cancelled_is_not_replaced",),
     ),
     Fault(
