@@ -114,9 +114,7 @@ def run_goodput(options: argparse.Namespace) -> int:
         _print_json([tables.account_as_json(account) for account in found])
         return 0
     for number, account in enumerate(found):
-        if number:
-            print()
-        print(tables.account_summary(account))
+        print("\n" * bool(number) + tables.account_summary(account))
         for table in tables.account_tables(account):
             print()
             _print_account_table(table)
