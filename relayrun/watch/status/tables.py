@@ -71,7 +71,7 @@ def run_log_line(entry: RunSummary | DamagedRun) -> str:
         f"attempt {entry.attempt}" if entry.attempt is not None else "",
         f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
         f"loss {format_optional(entry.loss, '.4f')}" if entry.loss is not None else "",
-        f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
+        f"saved {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
         f"left {left}" if (left := format_remaining(entry)) else "",
         (entry.stop or entry.broken or "").partition("\n")[0],
     ]
