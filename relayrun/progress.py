@@ -57,13 +57,13 @@ class Progress:
     def _line(self, seconds: float) -> str:
         rate = self._done / seconds
         if self._total is None:
-            return f"{self._what}: {_short(self._done)} {self._unit}, {_short(rate)} per second"
+            return f"{self._what}: {short_number(self._done)} {self._unit}, {short_number(rate)} per second"
         done = min(self._done, self._total)
         left = round((self._total - done) / rate) if rate else 0
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
         return (
-            f"{self._what}: {done / self._total:.0%} of {_short(self._total)} {self._unit}, "
-            f"{_short(rate)} per second, {clock} left"
+            f"{self._what}: {done / self._total:.0%} of {short_number(self._total)} {self._unit}, "
+            f"{short_number(rate)} per second, {clock} left"
         )
 
 
@@ -86,13 +86,12 @@ def clear_line() -> None:
         _write("")
 
 
-def _short(number: float) -> str:
-    """Return a number with three digits: 12.3 M."""
-    for letter in ("", " k", " M", " G"):
-        if number < 999.5:
-            return f"{number:.3g}{letter}"
-        number /= 1000
-    return f"{number:,.3g} T"
+def short_number(value: float) -> str:
+    """Format a number: `1.2M`, `350`, `0.03`, `3e-05`."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _write(text: str) -> None:

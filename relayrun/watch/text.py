@@ -62,6 +62,11 @@ def inert_console(stream: TextIO | None = None, **options: Any) -> Console:
     return InertConsole(file=raw_stream(stream or sys.stdout), **options)
 
 
+def format_optional(value: float | None, form: str) -> str:
+    """Format a number, such as a loss by `.4f`; empty for None."""
+    return "" if value is None else format(value, form)
+
+
 def format_seconds(seconds: float | None) -> str:
     """Format a duration roughly: `45 s`, `12 min`, `3.4 h`, `2.1 days`; empty for None."""
     if seconds is None:

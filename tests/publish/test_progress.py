@@ -48,8 +48,8 @@ def test_share_rate_and_time_are_shown_and_the_line_is_cleared(monkeypatch: pyte
         now[0] = 20.0
         progress.count(9_000_000_000)  # more than was expected
     first, second, last = LINE.findall(terminal.getvalue())
-    assert first == "copying: 25% of 4 G bytes, 100 M per second, 0:00:30 left"
-    assert second == "copying: 100% of 4 G bytes, 500 M per second, 0:00:00 left"
+    assert first == "copying: 25% of 4G bytes, 100M per second, 0:00:30 left"
+    assert second == "copying: 100% of 4G bytes, 500M per second, 0:00:00 left"
     assert last == ""
 
 

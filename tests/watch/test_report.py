@@ -128,14 +128,17 @@ def test_a_page_holds_all_that_it_shows_and_no_script(accounted: Run, capsys: py
     page = Structure(text)
     assert not page.tags() & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
     names = {name for _, attributes in page.seen for name in attributes}
-    assert not {name for name in names if name.startswith("on") or name in ("src", "href", "srcset", "action")}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "srcset", "action")}
+    links = {attributes["href"] for _, attributes in page.seen if "href" in attributes}
+    assert links == {f"#{attributes['id']}" for tag, attributes in page.seen if tag == "section"}
     assert not re.findall(r"url\(|@import|https?:", text)
-    headings = ["Training", "Goodput", "Failures", "Attempts", "Data", "Evaluations", "Checkpoints", "Configuration"]
+    headings = ["Training", "Attempts", "Failures", "Goodput", "Data", "Evaluations", "Checkpoints", "Configuration"]
     assert page.words["h2"] == headings
     for words in ("made by hand", "n1", "goodput23.9%", "iteration10 of 10", "held-out 2.5000", "redone", "in all"):
         assert words in page.text(), words
     titles = page.words["title"]
     assert "attempt 2 from iteration 6; the one before: failed" in titles
+    assert any(re.fullmatch(r"iteration 10: training [\d.]+, held-out 2.5", title) for title in titles), titles
     assert {"loss", "learning rate", "throughput", "memory", "gradient norm"} <= set(page.words["b"])
     viewport = [attributes["content"] for tag, attributes in page.seen if attributes.get("name") == "viewport"]
     assert viewport == ["width=device-width, initial-scale=1"]

@@ -105,9 +105,7 @@ def run_goodput(options: argparse.Namespace) -> int:
         print(json_text(values if len(values) > 1 else values[0]))
         return 0
     for number, account in enumerate(found):
-        if number:
-            print()
-        print(tables.account_summary(account))
+        print("\n" * bool(number) + tables.account_summary(account))
         for table in tables.account_tables(account):
             print()
             _print_account_table(table)

@@ -56,7 +56,7 @@ class FailureSignature(DataclassSection):
     pattern: Annotated[SingleLine, Checked(_expression)]
     """Regular expression that is searched in a line of a log."""
     cause: FailureOwner
-    """Whose cause it is. `node`: it is counted against the node. `network` and `file system`: the next job waits longer."""
+    """Whose cause it is. `node`: counted against the node. `network` and `file system`: the next job waits longer."""
     again: bool = False
     """Every attempt would fail in the same way: the chain stops at once, unless an attempt has trained before."""
     meaning: SingleLine

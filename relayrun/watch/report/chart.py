@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from relayrun.progress import short_number
+
 PIXELS = 600
 """Columns of a chart, with two points each."""
+SMOOTH, READINGS = 60, 100
+"""Points of a smoothed line, and places of a chart where a pointer reads its values."""
 
 Points = npt.NDArray[np.float64]
 WIDTH, HEIGHT = 1000.0, 100.0
@@ -38,6 +42,12 @@ class Series:
         """Return the points from this x on."""
         there = self.x >= x
         return Series(x=self.x[there], y=self.y[there])
+
+    def smoothed(self) -> Series:
+        """Return the medians of `SMOOTH` pieces; the points themselves if they are few."""
+        pieces = SMOOTH if self.size > 4 * SMOOTH else self.size
+        x, y = (np.array([np.median(each) for each in np.array_split(v, pieces)]) for v in (self.x, self.y))
+        return Series(x=x, y=y)
 
 
 EMPTY_SERIES = Series(x=np.zeros(0), y=np.zeros(0))
@@ -76,15 +86,6 @@ def axis_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
     return [number * step for number in range(first, last + 1)]
 
 
-def short_number(value: float) -> str:
-    """Format a number for an axis: `1.2M`, `350`, `0.03`, `3e-05`."""
-    size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-    return f"{value:.4g}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
     """One line of a chart."""
@@ -98,6 +99,15 @@ class ChartLine:
     @property
     def css(self) -> str:
         return f"c{self.colour % 8}"
+
+    def layers(self) -> list[tuple[Series, str]]:
+        """Return what is drawn, with its class: of many points also their smoothed line, over a faint one of all."""
+        faint, line = (self.series, f"{self.css} faint"), (self.series.smoothed(), self.css)
+        return [faint, line] if self.series.size > 4 * SMOOTH else [line]
+
+    def reading(self, x: float) -> str:
+        """Return the value nearest to an iteration, in words."""
+        return f"{self.name} {short_number(self.series.y[np.abs(self.series.x - x).argmin()])}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +134,8 @@ class Chart:
     """Names with their class."""
     grid: Sequence[str] = ()
     marks: Sequence[tuple[str, ChartMark]] = ()
+    readings: Sequence[str] = ()
+    """Values at equal steps of the x axis, in words."""
 
 
 def line_chart(
@@ -153,14 +165,14 @@ def line_chart(
         return (y - low) / (high - low)
 
     paths = []
-    for line in there:
-        series = zip(line.series.x.tolist(), line.series.y.tolist(), strict=True)
-        points = [f"{_coordinate(at(x) * WIDTH)},{_coordinate((1 - up(y)) * HEIGHT)}" for x, y in series]
+    for line, series, css in ((each, *layer) for each in there for layer in each.layers()):
+        places = zip(series.x.tolist(), series.y.tolist(), strict=True)
+        points = [f"{_coordinate(at(x) * WIDTH)},{_coordinate((1 - up(y)) * HEIGHT)}" for x, y in places]
         if not line.dots or len(points) > 1:
-            paths.append((f"line {line.css}", f"M{' '.join(points)}", ""))
+            paths.append((f"line {css}", f"M{' '.join(points)}", ""))
         if line.dots or len(points) == 1:
             # lines of no length with round ends: a circle would be stretched
-            paths.append((f"dots {line.css}", "".join(f"M{point}h0" for point in points), ""))
+            paths.append((f"dots {css}", "".join(f"M{point}h0" for point in points), ""))
     ticks = axis_ticks(low, high, 4)
     return Chart(
         title=title,
@@ -172,6 +184,10 @@ def line_chart(
         key=[(line.name, line.css) for line in there] if len(there) > 1 else (),
         grid=[_coordinate((1 - up(y)) * HEIGHT) for y in ticks],
         marks=[(_coordinate(at(mark.x) * WIDTH), mark) for mark in marks if left <= mark.x <= right],
+        readings=[
+            f"iteration {x:,.0f}: {', '.join(line.reading(x) for line in there)}"
+            for x in np.linspace(left, right, READINGS).tolist()
+        ],
     )
 
 

@@ -21,7 +21,7 @@ from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMar
 from relayrun.watch.report.html import render_page
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
-from relayrun.watch.text import format_exact_seconds, format_time
+from relayrun.watch.text import format_exact_seconds, format_optional, format_time
 
 PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
@@ -62,7 +62,6 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
     marks = attempt_marks(page)
     total = max(1, account.allocated)
     sums = [(name, css, sum(account.parts[part] for part in parts) / total) for name, parts, css in PART_GROUPS]
-    held_out = [(name, series) for name, series in page.validation.items() if series.size]
     drawn = [ChartLine(name="training", series=loss)]
     drawn += [
         ChartLine(name=name, series=series, colour=number, dots=True)
@@ -87,20 +86,16 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
                 row.dataset,
                 f"{row.weight:.4f}" if row.weight else "left",
                 f"{row.samples:,}",
-                _optional(row.epochs, ".3f"),
+                format_optional(row.epochs, ".3f"),
             )
             for row in page.data
         ],
-        "held_out": ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in held_out),
+        "held_out": ", ".join(f"{name} {each.y[-1]:.4f}" for name, each in page.validation.items() if each.size),
         "evaluations": _evaluation_rows(page),
         "saves": _saves(page),
         "checkpoints": _checkpoint_rows(page),
         "changes": [(str(change.revision), line) for change in page.changes for line in change.lines],
     }
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
@@ -110,24 +105,21 @@ def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
     durable = page.checkpoints[-1].iteration if page.checkpoints else 0
     figures = [
         ("iteration", f"{last.get('iteration', 0):,.0f}" + (f" of {steps:,}" if steps else "")),
-        ("loss", _optional(last.get("loss"), ".4f")),
+        ("loss", format_optional(last.get("loss"), ".4f")),
         ("saved", f"{durable:,}"),
         ("goodput", f"{account.goodput:.1%}"),
         ("effective training time", f"{account.effective_training_time:.1%}"),
         ("allocated", format_node_time(account.allocated)),
         ("since the first submission", format_duration(account.elapsed)),
-        ("tokens a node hour", _optional(account.tokens_per_node_hour, ",.0f")),
-        ("MFU, all allocated time", _optional(account.mfu, ".1%")),
+        ("tokens a node hour", format_optional(account.tokens_per_node_hour, ",.0f")),
+        ("MFU, all allocated time", format_optional(account.mfu, ".1%")),
     ]
     return [(name, *text.partition(" ")[::2]) for name, text in figures if text]
 
 
 def _metric_charts(page: RunReportData, marks: Sequence[ChartMark]) -> list[Chart | None]:
-    lines = [
-        ([ChartLine(name=title, series=page.series.get(name, EMPTY_SERIES))], title, unit)
-        for name, title, unit in METRIC_CHARTS
-    ]
-    return [chart.line_chart(title, drawn, marks=marks, unit=unit, from_zero=True) for drawn, title, unit in lines]
+    lines = [(title, unit, [ChartLine(name=title, series=page.series[name])]) for name, title, unit in METRIC_CHARTS]
+    return [chart.line_chart(title, line, marks=marks, unit=unit, from_zero=True) for title, unit, line in lines]
 
 
 def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> list[Chart | None]:
@@ -241,10 +233,10 @@ def _side_by_side_row(page: RunReportData) -> tuple[str, ...]:
     return (
         page.name,
         f"{page.last.get('iteration', 0):,.0f}",
-        _optional(page.last.get("loss"), ".4f"),
+        format_optional(page.last.get("loss"), ".4f"),
         ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
         f"{page.account.goodput:.1%}",
         format_node_time(page.account.allocated),
-        _optional(page.account.tokens_per_node_hour, ",.0f"),
+        format_optional(page.account.tokens_per_node_hour, ",.0f"),
         str(len(page.account.allocations)),
     )

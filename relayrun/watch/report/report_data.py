@@ -133,8 +133,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     found = account_for_run(run, facts=facts, seen=lines.seen, also=("grad_norm", "lr", "memory_bytes"))
     columns = lines.joined()
     x = columns["iteration"]
-    rises = bool(np.all(np.diff(x) >= 0))
-    order = slice(None) if rises else np.argsort(x, kind="stable")
+    order = np.argsort(x, kind="stable")
     checkpoints = Lineage(run).line()
     data, missing = datasets_read(run, max(0, checkpoints[-1].consumed_samples) if checkpoints else 0)
     newest = max(run.revisions(), default=None)

@@ -160,14 +160,14 @@ def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
         end = last if row.seconds is None else row.start_time + row.seconds
         left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
         axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
-        axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=7)
+        axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=10)
         times = [(time - begin) / scale for time, _ in row.commits]
         axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
         if times and place + 1 < len(report.attempts):  # the next attempt starts from it
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
     axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, 1.1 * (last - begin) / scale))
-    axes.set_title("attempts, and the checkpoints that they handed on", fontsize=9, loc="left")
+    axes.set_title("attempts, and the checkpoints that they handed on", fontsize=11, loc="left")
 
 
 def _colour(row: AttemptRow) -> str:

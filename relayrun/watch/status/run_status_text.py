@@ -11,8 +11,8 @@ from relayrun.control.scheduler.base import Job
 from relayrun.terminal import inert
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import DamagedRun, describe_job_end
-from relayrun.watch.status.tables import cron_check_line, format_loss, format_speed
-from relayrun.watch.text import format_seconds, format_time, print_table
+from relayrun.watch.status.tables import cron_check_line
+from relayrun.watch.text import format_optional, format_seconds, format_time, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,8 +77,8 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("time limit", limit),
         ("iteration", step),
         ("left", _remaining(status)),
-        ("loss", format_loss(status.loss)),
-        ("tokens/s", format_speed(status.tokens_per_second)),
+        ("loss", format_optional(status.loss, ".4f")),
+        ("tokens/s", format_optional(status.tokens_per_second, ",.0f")),
         ("saved", _durable(status)),
         ("left out", _skipped_documents(status)),
         ("mirror", _mirror(status, now)),

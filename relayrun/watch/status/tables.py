@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import format_seconds, parse_column_header, print_table, text_table
+from relayrun.watch.text import format_optional, format_seconds, parse_column_header, print_table, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,8 +54,8 @@ def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
         str(entry.attempt or ""),
         f"{entry.iteration}/{entry.total_steps or '?'}",
         format_remaining(entry),
-        format_loss(entry.loss),
-        format_speed(entry.tokens_per_second),
+        format_optional(entry.loss, ".4f"),
+        format_optional(entry.tokens_per_second, ",.0f"),
         "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
         format_seconds(entry.durable_age),
         (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
@@ -70,8 +70,8 @@ def run_log_line(entry: RunSummary | DamagedRun) -> str:
         f"{entry.run}: {entry.state}",
         f"attempt {entry.attempt}" if entry.attempt is not None else "",
         f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
-        f"loss {format_loss(entry.loss)}" if entry.loss is not None else "",
-        f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
+        f"loss {format_optional(entry.loss, '.4f')}" if entry.loss is not None else "",
+        f"saved {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
         f"left {left}" if (left := format_remaining(entry)) else "",
         (entry.stop or entry.broken or "").partition("\n")[0],
     ]
@@ -103,13 +103,3 @@ def format_remaining(status: RunSummary) -> str:
     if left is None or not left.iterations:
         return ""
     return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h"
-
-
-def format_loss(value: float | None) -> str:
-    """Return a loss in nats per token for people; empty for None."""
-    return "" if value is None else f"{value:.4f}"
-
-
-def format_speed(value: float | None) -> str:
-    """Return tokens per second for people; empty for None."""
-    return "" if value is None else f"{value:,.0f}"
