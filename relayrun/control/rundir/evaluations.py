@@ -107,6 +107,14 @@ class EvaluationResult(Record):
     died: bool = False
     """Its job ended without a result and without a cancellation: its node was lost, for example."""
 
+    def scores(self) -> str:
+        """Return the scores of all tasks in one line, without their standard errors."""
+        named = {
+            task: [f"{name} {value:.4g}" for name, value in metrics.items() if "stderr" not in name]
+            for task, metrics in self.results.items()
+        }
+        return ", ".join(f"{task} {' '.join(scores)}" for task, scores in named.items())
+
 
 @dataclass(frozen=True)
 class EvaluationDir:
