@@ -79,13 +79,10 @@ def log_tail(log: str | None, *, since: int = 0) -> str:
 def log_excerpt(log: str) -> str:
     """Return at most EXCERPT_LINES relevant lines: from the first traceback or error on, or else the last ones. The
     supervisor's lines and most of srun's are left out; a longer traceback keeps its beginning and its end."""
-    lines, of_scheduler = [], 0
-    for line in log.splitlines():
-        if not line.strip() or line.startswith(LOG_PREFIX):
-            continue
-        of_scheduler += 1 if (srun := _SCHEDULER.match(line) is not None) else 0
-        if not srun or of_scheduler <= SCHEDULER_LINES:
-            lines.append(line)
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(LOG_PREFIX)]
+    of_scheduler = [number for number, line in enumerate(lines) if _SCHEDULER.match(line)]
+    left_out = set(of_scheduler[SCHEDULER_LINES:])
+    lines = [line for number, line in enumerate(lines) if number not in left_out]
     first = next((n for n, line in enumerate(lines) if _TROUBLE.match(line) and not _SCHEDULER.match(line)), None)
     if first is None:
         return "\n".join(lines[-EXCERPT_LINES:])

@@ -48,12 +48,8 @@ def write_due_notices(
     """
     there, goes_on = notices.known_notices(run), at_work and not run.stop.exists()
     sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _evaluation_notices, lambda *_: iter(more)]
-    sources += [_node_notices] * policy.wants("node") + [_mirror_notices] * policy.wants("disk")
-    sources += [_progress_notices] * (goes_on and policy.wants("stalled"))
-    sources += [_loss_notices] * (at_work and policy.wants("anomaly"))
-    sources += [_disk_notices] * (at_work and policy.wants("disk")) + [_quota_notices] * (
-        goes_on and policy.wants("disk")
-    )
+    sources += [_node_notices, _mirror_notices, *[_loss_notices, _disk_notices] * at_work]
+    sources += [_progress_notices, _quota_notices] * goes_on
     complaints = []
     for source in sources:
         try:
@@ -75,10 +71,10 @@ def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
     except IsADirectoryError:
         ended, words, seen = STOP_IS_A_DIRECTORY, "", now
     done = ended.state == "done"
-    name = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
-    stopped, words = f"stopped-{name}", words.strip()
-    notice, cause = (f"done-{name}", "done") if done else (stopped, stopped)
-    yield make_notice(run, plan, notice, cause=cause, time=seen, reason=ended.reason, words=words)
+    digest = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
+    name = f"{'done' if done else 'stopped'}-{digest}"
+    cause = "done" if done else name
+    yield make_notice(run, plan, name, cause=cause, time=seen, reason=ended.reason, words=words.strip())
 
 
 def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
