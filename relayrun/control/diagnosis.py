@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
-from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, Table
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -140,7 +140,7 @@ def last_line(log: str) -> str:
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
-    table = Table.of_log(log, more)
+    table = SignatureTable.of_log(log, more)
     present = [*_TROUBLE, *table.texts()]
     lines = log.splitlines()
     found: list[Statement] = []
@@ -179,7 +179,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
 
 
 def _statement(
-    lines: Sequence[str], number: int, text: str, table: Table, rank: int | None, place: str | None
+    lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
 ) -> Statement | None:
     """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
     raised, signature = place is not None, table.classify(text)

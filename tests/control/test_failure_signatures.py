@@ -15,7 +15,7 @@ from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import diagnosis, failure_signatures
 from relayrun.control.chain import failure_reason
 from relayrun.control.diagnosis import find_statements, first_cause
-from relayrun.control.failure_signatures import Table, classify, signatures
+from relayrun.control.failure_signatures import SignatureTable, classify, signatures
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.error_lines import blamed_nodes
@@ -78,7 +78,7 @@ def test_no_entry_claims_ordinary_lines(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [find_statements(log) for _, _, log in LOGS]
     monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
-    monkeypatch.setattr(Table, "of_log", lambda _, more: Table(more))
+    monkeypatch.setattr(SignatureTable, "of_log", lambda _, more: SignatureTable(more))
     assert [find_statements(log) for _, _, log in LOGS] == found
 
 
