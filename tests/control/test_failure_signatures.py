@@ -258,7 +258,7 @@ def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: 
     ids=["retry", "nccl"],
 )
 def test_a_megabyte_of_lines_that_look_like_errors_costs_less_than_a_second(line: str) -> None:
-    """Of 64 ranks together, eight megabytes are read line by line."""
+    """`why` reads eight megabytes of the logs of all ranks line by line."""
     log = "".join(line.format(number) for number in range(2**20 // len(line)))
     began = time.process_time()
     found = first_cause(f"{log}{TRACEBACK}KeyError: 'a'\n")
