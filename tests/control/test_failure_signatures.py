@@ -75,6 +75,19 @@ def test_no_entry_claims_ordinary_lines(monkeypatch: pytest.MonkeyPatch) -> None
         failure_signatures.signatures.cache_clear()
 
 
+def test_the_text_that_a_pattern_needs_is_one_text() -> None:
+    """A pattern with alternatives outside a group needs none of them, and would be left out of every log."""
+    patterns = [each.pattern for each, _ in signatures()]
+    assert [pattern for pattern in patterns if "|" in failure_signatures._literal(pattern)] == []
+
+
+def test_a_thread_that_cannot_start_is_a_limit_and_no_abort() -> None:
+    ended = "terminate called after throwing an instance of 'std::system_error'\n"
+    found = first_cause(f"{ended}  what():  Resource temporarily unavailable\n")
+    assert found is not None
+    assert (found.name, found.cause) == ("processes", "configuration")
+
+
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [find_statements(log) for _, _, log in LOGS]
     monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
