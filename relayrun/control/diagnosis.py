@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
-from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, Table
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -32,7 +32,8 @@ _LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
-_TRACEBACK = re.compile(r"(?P<host>[^\s(]+: )?.*Traceback \(most recent call last\)")
+_HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
+"""A label before a traceback that is no rank's: pdsh writes the name of the node."""
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
@@ -139,30 +140,25 @@ def last_line(log: str) -> str:
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
-    table = Table.of_log(log, more)
+    table = SignatureTable.of_log(log, more)
     present = [*_TROUBLE, *table.texts()]
     lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
     chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
-    hosts: tuple[str, ...] = ()  # labels before a traceback that is no rank's: pdsh writes the node's name
+    hosts = set(_HOST.findall(log)) if "Traceback" in log else ()
     for number, line in enumerate(lines):
         if not frames and not more and not any(word in line for word in present):
             continue
         host = next((each for each in hosts if line.startswith(each)), "")
         rank, text = _split_label(line[len(host) :])
-        head = _TRACEBACK.match(text) if "Traceback" in text else None
-        if head is not None and head["host"]:
-            host, text = head["host"], text[len(head["host"]) :]
-            hosts += (host,)
-            rank, text = _split_label(text) if rank is None else (rank, text)
         of = host if rank is None else rank
         if line.startswith(LOG_PREFIX) or not text.strip():
             continue
         if text.startswith(("The above exception was the direct cause", "During handling of the above")):
             chained[of] = "cause" if text[0] == "T" else "handling"
             frames[of] = ""
-        elif head:
+        elif "Traceback (most recent call last)" in text:
             ignored = number and "Exception ignored in" in lines[number - 1]  # the program went on
             frames[of] = _IGNORED if ignored else ""
         elif of in frames and text[0] == " ":
@@ -170,43 +166,26 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
         elif frames.get(of) == _IGNORED:
             del frames[of]
-        elif of in frames and _RAISED.match(text):
-            made = _statement(lines, number, text, table, rank=rank, place=frames.pop(of))
-            how = chained.pop(of, "")
-            if how and (earlier := next((each for each in reversed(found) if each.rank == rank), None)) is not None:
+        else:
+            place = frames.pop(of) if of in frames and _RAISED.match(text) else None
+            how = "" if place is None else chained.pop(of, "")
+            made = _statement(lines, number, text, table, rank, place)
+            earlier = next((each for each in reversed(found) if each.rank == rank), None) if how else None
+            if made is not None and earlier is not None:
                 found.remove(earlier)
                 made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
-            found.append(made)
-        elif (other := _other_statement(lines, number, text, table, rank)) is not None:
-            found.append(other)
+            found += [] if made is None else [made]
     return found
 
 
-def _other_statement(lines: Sequence[str], number: int, text: str, table: Table, rank: int | None) -> Statement | None:
-    """Return the words of a line outside tracebacks; None if it says nothing."""
-    if _TASK_EXIT.match(text):
-        return None
-    last = _LAST_WORDS.match(text) is not None and "error: *** " not in text  # what Slurm ended failed before
-    made = _statement(lines, number, text, table, rank=rank, last=last)
-    if made.signature is None and not made.secondary:
-        return None
-    own = any(each is made.signature for each in table.more)
-    begins = made.signature is not None and made.name not in GENERAL and re.match(made.signature.pattern, text)
-    return replace(made, last=True) if begins else made if last or own or made.name in WARNINGS else None
-
-
 def _statement(
-    lines: Sequence[str],
-    number: int,
-    text: str,
-    table: Table,
-    *,
-    rank: int | None,
-    place: str = "",
-    last: bool = True,
-) -> Statement:
-    signature = table.classify(text)
+    lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
+) -> Statement | None:
+    """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
+    raised, signature = place is not None, table.classify(text)
     secondary = table.is_secondary(text, signature)
+    # what Slurm ended failed before
+    last = raised or (_LAST_WORDS.match(text) is not None and "error: *** " not in text)
     words = text
     behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
     if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
@@ -219,13 +198,18 @@ def _statement(
     refused = place and (_OF_SETTINGS.match(place) or _OPTION.search(text))
     if refused and signature is not None and signature.name in UNLISTED:
         signature = failure_signatures.entry("settings", table.more)
+    begins = signature is not None and signature.name not in GENERAL and re.match(signature.pattern, text)
+    last = bool(last or begins or any(each is signature for each in table.more))
+    warns = last or (signature is not None and signature.name in WARNINGS)
+    if not raised and ((signature is None and not secondary) or not warns or _TASK_EXIT.match(text)):
+        return None
     return Statement(
         line=number,
         words=one_line(words),
         signature=signature,
-        place=place,
+        place=place or "",
         rank=rank,
-        last=last or any(each is signature for each in table.more),
+        last=last,
         secondary=secondary,
     )
 

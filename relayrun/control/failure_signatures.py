@@ -64,7 +64,7 @@ _MASK = str.maketrans("123456789", "000000000")
 
 
 @dataclass(frozen=True)
-class Table:
+class SignatureTable:
     """The entries by which words are judged: those of a site or a run come first."""
 
     more: Sequence[FailureSignature] = ()
@@ -72,7 +72,7 @@ class Table:
     secondary: Sequence[re.Pattern[str]] = tuple(_SECONDARY)
 
     @classmethod
-    def of_log(cls, log: str, more: Sequence[FailureSignature]) -> Table:
+    def of_log(cls, log: str, more: Sequence[FailureSignature]) -> SignatureTable:
         """Return a table without the patterns that no line of a log can match: their longest text is not in it. Lines
         that differ in numbers alone are looked through once."""
         kinds = "\n".join(set(log.translate(_MASK).splitlines()))
@@ -100,7 +100,7 @@ class Table:
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
     """Return the entry of a line of words, `more` of a site or a run first; None if no entry matches."""
-    return Table(more).classify(words)
+    return SignatureTable(more).classify(words)
 
 
 PATTERN_SECONDS = 1.0
@@ -153,4 +153,4 @@ def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
 
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:
     """True if words only report that another rank is gone, or that it was told to end."""
-    return Table(more).is_secondary(words, classify(words, more))
+    return SignatureTable(more).is_secondary(words, classify(words, more))

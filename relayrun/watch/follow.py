@@ -131,8 +131,7 @@ class ChainLogFollower:
                 continue
             if text:
                 found.append((path, text))
-        for path in [path for path in self.seen if path not in current]:
-            del self.seen[path]
+        self.seen = {path: at for path, at in self.seen.items() if path in current}
         return found
 
 

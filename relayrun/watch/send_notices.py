@@ -30,7 +30,6 @@ import unicodedata
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from email.message import EmailMessage
 from email.policy import SMTP
 from pathlib import Path
@@ -285,8 +284,10 @@ SEND_SECONDS = 60.0
 """Time limit of all sending; much less than the time after which another process takes the lock."""
 KILL_SECONDS = 90
 """Seconds after which SIGALRM ends the process."""
-SendResults = queue.SimpleQueue["_SendResult | None"]
-"""Results of sent messages; None asks the process to finish."""
+SendResult = tuple[NoticeMessage, str | None]
+"""A message, and why it was not sent; None if it was."""
+SendResults = queue.SimpleQueue[SendResult | None]
+"""Results of messages; None asks the process to finish."""
 
 
 def send_due_notices(
@@ -327,28 +328,22 @@ def _send_due_notices(
                 delivery.note(target.name, "old", now=now, reason=delivery.reason(target.name))
         notices.record_delivery(run, notice, delivery, targets)  # before sending, or a full disk would repeat it
     failed = []
-    for result in _send_all(policy, messages, environment, results):
-        message, name = result.message, result.message.target.name
-        if result.error is not None:
-            book[message.notice.id][1].note(name, "waits", now=time.time(), reason=result.error)
-            failed.append(f"{name}: {result.error}")
+    for message, error in _send_all(policy, messages, environment, results):
+        name = message.target.name
+        if error is not None:
+            book[message.notice.id][1].note(name, "waits", now=time.time(), reason=error)
+            failed.append(f"{name}: {error}")
         for each in message.settles:
-            if result.error is None:
+            if error is None:
                 book[each][1].note(name, "sent" if each == message.notice.id else "counted", now=time.time())
             notices.record_delivery(run, *book[each], targets)
     notices.remove_old_notices(run)
     return failed
 
 
-@dataclass(frozen=True)
-class _SendResult:
-    message: NoticeMessage
-    error: str | None
-
-
 def _send_all(
     policy: NoticePolicy, messages: list[NoticeMessage], environment: Mapping[str, str], results: SendResults
-) -> Iterator[_SendResult]:
+) -> Iterator[SendResult]:
     """Send the messages, each target's in order; yield each result as soon as it is known."""
     left = {id(message): message for message in messages}
     for name in {message.target.name for message in messages}:
@@ -364,9 +359,9 @@ def _send_all(
         if result is None:
             why = "no answer before the job ended"
             break
-        del left[id(result.message)]
+        del left[id(result[0])]
         yield result
-    yield from [_SendResult(message, why) for message in left.values()]
+    yield from [(message, why) for message in left.values()]
 
 
 def _send_to_one(
@@ -376,7 +371,7 @@ def _send_to_one(
     for message in messages:
         if error is None:
             error = send_message(policy, message, environment)
-        results.put(_SendResult(message, error))
+        results.put((message, error))
 
 
 def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapping[str, str]) -> str | None:

@@ -169,10 +169,8 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
 
 
 def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
-    if status.state not in ("running", "queued"):
-        return []
     folder = run.checkpoints if run.checkpoints.is_dir() else run.path
-    error = write_error(folder)
+    error = write_error(folder) if status.state in ("running", "queued") else None
     if error is None:
         return []
     words = f"nothing can be written to {folder}: {os.strerror(error.errno) if error.errno else error}"

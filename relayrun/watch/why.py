@@ -216,13 +216,13 @@ class _Facts:
         return replace(found, quote=one_line(words), file=str(where))
 
     def _by_outcome(self, outcome: AttemptOutcome) -> Explanation:
+        name, place = outcome.outcome, self.attempt.outcome
         meanings = {"done": "the run is done", "exit": "a person asked it to leave", "saved": "it saved and left"}
-        whose = "person" if outcome.outcome == "exit" else "program"
-        if outcome.outcome == "fatal":
-            meaning = "the program says that no attempt can go on"
-            return self._by(outcome.reason, self.attempt.outcome, "fatal", whose, meaning)
-        found = replace(self.made, name=outcome.outcome, whose=whose, meaning=meanings[outcome.outcome])
-        return replace(found, certainty="seen", quote=one_line(outcome.reason), file=str(self.attempt.outcome))
+        if name not in meanings:
+            return self._by(outcome.reason, place, name, "program", "the program says that no attempt can go on")
+        whose, quote = "person" if name == "exit" else "program", one_line(outcome.reason)
+        found = replace(self.made, name=name, whose=whose, meaning=meanings[name], certainty="seen")
+        return replace(found, quote=quote, file=str(place))
 
     def _by_rank(self) -> Iterator[Explanation]:
         for each in _read(partial(failure_reason.read_failures, self.attempt)) or []:

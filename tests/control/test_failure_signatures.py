@@ -15,7 +15,7 @@ from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import diagnosis, failure_signatures
 from relayrun.control.chain import failure_reason
 from relayrun.control.diagnosis import find_statements, first_cause
-from relayrun.control.failure_signatures import Table, classify, signatures
+from relayrun.control.failure_signatures import SignatureTable, classify, signatures
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.error_lines import blamed_nodes
@@ -75,10 +75,23 @@ def test_no_entry_claims_ordinary_lines(monkeypatch: pytest.MonkeyPatch) -> None
         failure_signatures.signatures.cache_clear()
 
 
+def test_the_text_that_a_pattern_needs_is_one_text() -> None:
+    """A pattern with alternatives outside a group needs none of them, and would be left out of every log."""
+    patterns = [each.pattern for each, _ in signatures()]
+    assert [pattern for pattern in patterns if "|" in failure_signatures._literal(pattern)] == []
+
+
+def test_a_thread_that_cannot_start_is_a_limit_and_no_abort() -> None:
+    ended = "terminate called after throwing an instance of 'std::system_error'\n"
+    found = first_cause(f"{ended}  what():  Resource temporarily unavailable\n")
+    assert found is not None
+    assert (found.name, found.cause) == ("processes", "configuration")
+
+
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [find_statements(log) for _, _, log in LOGS]
     monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
-    monkeypatch.setattr(Table, "of_log", lambda _, more: Table(more))
+    monkeypatch.setattr(SignatureTable, "of_log", lambda _, more: SignatureTable(more))
     assert [find_statements(log) for _, _, log in LOGS] == found
 
 
@@ -258,7 +271,7 @@ def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: 
     ids=["retry", "nccl"],
 )
 def test_a_megabyte_of_lines_that_look_like_errors_costs_less_than_a_second(line: str) -> None:
-    """Of 64 ranks together, eight megabytes are read line by line."""
+    """`why` reads eight megabytes of the logs of all ranks line by line."""
     log = "".join(line.format(number) for number in range(2**20 // len(line)))
     began = time.process_time()
     found = first_cause(f"{log}{TRACEBACK}KeyError: 'a'\n")

@@ -15,6 +15,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.control.chain.quota import read_quotas
+from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, split_combined_error
 from relayrun.files import append_line
@@ -22,6 +23,7 @@ from relayrun.masking import describe_secret
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
+from relayrun.submit.check.consequences import check_consequences
 from relayrun.submit.check.data import build_manifest, data_usage
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding, Findings
@@ -304,6 +306,21 @@ def test_the_key_of_wandb_is_looked_at_and_never_shown(
     (found,) = findings.all
     assert (found.level, words in found.words) == (level, True)
     assert environment.get("WANDB_API_KEY", "hunter2") not in json.dumps(found.as_json())
+
+
+@pytest.mark.parametrize("mode", [None, "offline"])
+def test_a_resume_without_wandb_of_a_run_that_had_it_is_warned_of(
+    workspace: Workspace, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve.load_run_config(workspace.config("run"))
+    run, findings = Run(workspace.folder / "run"), Findings(config)
+    (run.path / "wandb").mkdir(parents=True)
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    begins = ResumePoint(iteration=0, path=str(run.checkpoints / "iter_0000000"))
+    check_consequences(config, run, begins, findings)
+    assert [each.level for each in findings.all] == ["warning"] * (mode is None)
+    assert all("its curve ends here" in each.words for each in findings.all)
 
 
 @pytest.mark.parametrize(

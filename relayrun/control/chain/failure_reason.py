@@ -40,8 +40,6 @@ _TROUBLE = re.compile(
     r"|[\w.]*(?:Error|Exception)\b|.*: (?:No such file or directory|Permission denied|command not found)$",
     re.I,
 )
-_RAISED = re.compile(r"(?:\[rank\d+\]: )?[A-Za-z_][\w.]*(?::| \(|$)")
-"""The last line of a traceback: type and message."""
 _TYPED = re.compile(r"(?:FatalTrainingError|ConfigError): ")
 
 
@@ -81,37 +79,19 @@ def log_tail(log: str | None, *, since: int = 0) -> str:
 def log_excerpt(log: str) -> str:
     """Return at most EXCERPT_LINES relevant lines: from the first traceback or error on, or else the last ones. The
     supervisor's lines and most of srun's are left out; a longer traceback keeps its beginning and its end."""
-    lines, of_scheduler = [], 0
-    for line in log.splitlines():
-        if not line.strip() or line.startswith(LOG_PREFIX):
-            continue
-        of_scheduler += 1 if (srun := _SCHEDULER.match(line) is not None) else 0
-        if not srun or of_scheduler <= SCHEDULER_LINES:
-            lines.append(line)
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith(LOG_PREFIX)]
+    of_scheduler = [number for number, line in enumerate(lines) if _SCHEDULER.match(line)]
+    left_out = set(of_scheduler[SCHEDULER_LINES:])
+    lines = [line for number, line in enumerate(lines) if number not in left_out]
     first = next((n for n, line in enumerate(lines) if _TROUBLE.match(line) and not _SCHEDULER.match(line)), None)
     if first is None:
         return "\n".join(lines[-EXCERPT_LINES:])
     lines = lines[first:]
-    end = _end_of_traceback(lines)
+    end = next((each.line for each in find_statements("\n".join(lines)) if each.place), 0)  # of chained ones the last
     if end < EXCERPT_LINES:
         return "\n".join(lines[:EXCERPT_LINES])
     head = EXCERPT_LINES // 3
     return "\n".join([*lines[:head], "  ...", *lines[end + 2 + head - EXCERPT_LINES : end + 1]])
-
-
-def _end_of_traceback(lines: Sequence[str]) -> int:
-    """Return the number of the line in which the traceback of the first line ends, chained tracebacks included."""
-    end = 0
-    for number, line in enumerate(lines[1:], start=1):
-        if "Traceback" in line:
-            if "exception" not in lines[number - 1]:  # a traceback of another rank
-                break
-        elif "Traceback" in lines[0] and _RAISED.match(line) and not line.startswith(("During ", "The above ")):
-            end = number
-            following = lines[number + 1] if number + 1 < len(lines) else ""
-            if not following.startswith(("During handling of the above", "The above exception")):
-                break
-    return end
 
 
 def first_failure_text(log: str, failures: Sequence[RankFailure], said: Statement | None = None) -> str:

@@ -50,12 +50,8 @@ def write_due_notices(
     """
     there, goes_on = notices.known_notices(run), at_work and not run.stop.exists()
     sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _evaluation_notices, lambda *_: iter(more)]
-    sources += [_node_notices] * policy.wants("node") + [_mirror_notices] * policy.wants("disk")
-    sources += [_progress_notices] * (goes_on and policy.wants("stalled"))
-    sources += [_loss_notices] * (at_work and policy.wants("anomaly"))
-    sources += [_disk_notices] * (at_work and policy.wants("disk")) + [_quota_notices] * (
-        goes_on and policy.wants("disk")
-    )
+    sources += [_node_notices, _mirror_notices, *[_loss_notices, _disk_notices] * at_work]
+    sources += [_progress_notices, _quota_notices] * goes_on
     complaints = []
     for source in sources:
         try:
@@ -77,10 +73,10 @@ def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
     except IsADirectoryError:
         ended, words, seen = STOP_IS_A_DIRECTORY, "", now
     done = ended.state == "done"
-    name = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
-    stopped, words = f"stopped-{name}", words.strip()
-    notice, cause = (f"done-{name}", "done") if done else (stopped, stopped)
-    yield make_notice(run, plan, notice, cause=cause, time=seen, reason=ended.reason, words=words)
+    digest = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
+    name = f"{'done' if done else 'stopped'}-{digest}"
+    cause = "done" if done else name
+    yield make_notice(run, plan, name, cause=cause, time=seen, reason=ended.reason, words=words.strip())
 
 
 def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
@@ -123,13 +119,7 @@ def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) 
         result = EvaluationResult.of(line)
         if result.time < policy.since:
             continue
-        scores = ", ".join(
-            f"{task} {name} {value:.4g}"
-            for task, metrics in result.results.items()
-            for name, value in metrics.items()
-            if "stderr" not in name
-        )
-        what = scores if result.status == "done" else f"failed: {result.error}"
+        what = result.scores() if result.status == "done" else f"failed: {result.error}"
         reason = f"evaluation of iteration {result.iteration}: {what}"
         name = f"evaluation-{result.iteration:07}-{result.attempt:04}"
         cause = f"evaluation-{result.iteration}-{result.attempt}"
@@ -197,31 +187,27 @@ def _loss_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
     prefix = f"anomaly-{attempt.number:04}-"
     names = [name.removeprefix(prefix) for name in notices.known_notices(run) if name.startswith(prefix)]
     noted = max((int(name) for name in names if name.isdecimal()), default=0)
-    for name, reason, count in (_skipped_iterations(attempt, noted), _rolled_back(attempt)):
-        if count:
-            yield make_notice(run, plan, prefix + name, time=now, reason=reason, count=count)
+    for name, reason, count in (*_skipped_iterations(attempt, noted), *_rolled_back(attempt)):
+        yield make_notice(run, plan, prefix + name, time=now, reason=reason, count=count)
 
 
-def _skipped_iterations(attempt: Attempt, noted: int) -> tuple[str, str, int]:
-    """Return the newest iteration after `noted` that was skipped or whose loss is no number, and their count."""
+def _skipped_iterations(attempt: Attempt, noted: int) -> Iterator[tuple[str, str, int]]:
+    """Yield the newest iteration after `noted` that was skipped or whose loss is no number, and their count."""
     found = [
         line
         for _, line in islice(read_json_lines_backwards(attempt.metrics), METRICS_LINES)
         if line["iteration"] > noted and (line.get("skipped") or not math.isfinite(line.get("loss", 0.0)))
     ]
-    if not found:
-        return "", "", 0
-    newest = found[0]
-    reason = newest.get("skipped") or f"loss {newest['loss']}"
-    return str(newest["iteration"]), f"iteration {newest['iteration']}: {reason}", len(found)
+    for newest in found[:1]:
+        reason = newest.get("skipped") or f"loss {newest['loss']}"
+        yield str(newest["iteration"]), f"iteration {newest['iteration']}: {reason}", len(found)
 
 
-def _rolled_back(attempt: Attempt) -> tuple[str, str, int]:
+def _rolled_back(attempt: Attempt) -> Iterator[tuple[str, str, int]]:
     for _, line in islice(read_json_lines_backwards(attempt.rollbacks), 1):
         at, base = line["iteration"], line["base_iteration"]
         reason = f"training went back to iteration {base} from iteration {at}: {line['reason']}"
-        return f"rollback-{int(line['time'])}", reason, 1
-    return "", "", 0
+        yield f"rollback-{int(line['time'])}", reason, 1
 
 
 def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:

@@ -100,6 +100,14 @@ class EvaluationResult(Record):
     model: str | None = None
     """The exported folder, if it is kept."""
 
+    def scores(self) -> str:
+        """Return the scores of all tasks in one line, without their standard errors."""
+        named = {
+            task: [f"{name} {value:.4g}" for name, value in metrics.items() if "stderr" not in name]
+            for task, metrics in self.results.items()
+        }
+        return ", ".join(f"{task} {' '.join(scores)}" for task, scores in named.items())
+
 
 @dataclass(frozen=True)
 class EvaluationDir:

@@ -171,17 +171,9 @@ def last_cron_check(
                 continue
             except (RunDirError, OSError):
                 memory = None
-            if memory is None:
-                return LastCronCheck(folder=folder, time=None, period=None, host="", user=user, late=True)
-            patience = max(LATE_CHECK_SECONDS, 3 * (memory.period or 0.0))
-            return LastCronCheck(
-                folder=folder,
-                time=memory.time,
-                period=memory.period,
-                host=memory.host,
-                user=memory.user,
-                late=now - memory.time > patience,
-            )
+            time, period, host = (memory.time, memory.period, memory.host) if memory else (None, None, "")
+            late = time is None or now - time > max(LATE_CHECK_SECONDS, 3 * (period or 0.0))
+            return LastCronCheck(folder=folder, time=time, period=period, host=host, user=user, late=late)
     return None
 
 

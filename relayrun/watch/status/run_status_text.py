@@ -185,11 +185,7 @@ def _evaluations(status: RunStatus) -> str:
     done = [result for result in status.evaluations if result.status == "done"]
     failed = [result for result in status.evaluations if result.status == "failed"]
     if done:
-        tasks = ", ".join(
-            f"{task} " + " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "stderr" not in name)
-            for task, metrics in done[-1].results.items()
-        )
-        parts.append(f"iteration {done[-1].iteration}: {tasks}; {len(done)} done")
+        parts.append(f"iteration {done[-1].iteration}: {done[-1].scores()}; {len(done)} done")
     if failed:
         parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
     if waiting := status.waiting_evaluations:
