@@ -37,8 +37,9 @@ SPARE = TWO_NODES | {"spare_nodes": 1, "time": "20"}
 
 @pytest.fixture
 def cluster(make_cluster: MakeCluster) -> Iterator[TestCluster]:
-    """Four nodes, of which Slurm notices the loss after 10 to 20 seconds; each test loses some."""
-    found = make_cluster(node_timeout=10)
+    """Four nodes, of which Slurm notices the loss after 20 to 40 seconds; each test loses some. On a busy machine Slurm
+    24.11 waits up to 10 s for one that is lost, and asks no other one meanwhile."""
+    found = make_cluster(node_timeout=20)
     yield found
     found.down()
 
