@@ -141,6 +141,24 @@ def test_a_cancel_without_an_answer_says_what_was_done(
     assert f"cancelled {job_id}" in capsys.readouterr().out
 
 
+def test_a_cancel_that_gets_no_answer_half_way_names_the_jobs_that_are_cancelled(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    cancel = Slurm.cancel
+
+    def cancelled(self: Slurm, job_id: str) -> None:
+        if job_id == "1":
+            raise slurm_commands.TimedOutError("scancel: no answer within 120 s")
+        cancel(self, job_id)
+
+    monkeypatch.setattr(Slurm, "cancel_together", lambda *_: False)
+    monkeypatch.setattr(Slurm, "cancel", cancelled)
+    assert cli.main(["cancel", str(run.path)]) == 1
+    assert "no answer within 120 s; cancelled: 2; STOP is written" in capsys.readouterr().err
+    assert states(slurm)[:2] == ["RUNNING", "CANCELLED"]
+
+
 def test_cancel_stop_save_and_submit_are_orders_of_a_person(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then each command of Slurm has as long to answer as in a job."""
     run, plan = make_run(scheduler="slurm")
