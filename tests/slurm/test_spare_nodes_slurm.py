@@ -266,7 +266,9 @@ def test_a_starter_that_stands_still_holds_no_node_to_the_time_limit(
 ) -> None:
     """The starter contains the coordinator: nobody restarts the rank that dies meanwhile."""
     whole = reference(cluster, workspace)
-    submit(cluster, config(workspace, "still", hang_timeout=20))
+    submit(
+        cluster, config(workspace, "still", hang_timeout=20, step_seconds=3)
+    )  # time for the kills before the last one
     run = workspace.run("still")
     wait_for(cluster, run, 8)
     (starter,) = agents(run, "relayrun.control.agent.step_per_node")
