@@ -77,8 +77,7 @@ def table(results: dict[str, Any]) -> str:
     versions = sorted(results)
     names = sorted({name for version in versions for name in results[version]["files"]})
     rows = [["tests", *(results[version]["slurm"] for version in versions)], ["---"] * (1 + len(versions))]
-    for name in names:
-        rows.append([f"`{name}.py`", *(_cell(results[version]["files"].get(name)) for version in versions)])
+    rows += [[f"`{name}.py`", *(_cell(results[version]["files"].get(name)) for version in versions)] for name in names]
     rows.append(["attempts", *(f"{attempts(results, version):,}" for version in versions)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
