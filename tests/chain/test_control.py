@@ -10,13 +10,15 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
+from relayrun.control.chain import jobs
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.control.rundir.records import AttemptEnd
+from relayrun.control.rundir.records import AttemptEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
@@ -368,3 +370,17 @@ def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[
     assert stop_reason(run) == f"cancelled by {user}"
     assert cli.main(["cancel", str(run.path)]) == 0  # once more changes nothing
     assert f"the chain has ended: cancelled by {user}; no job was there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("by", "told"), [("ann", "ann"), ("", jobs.SOMEBODY)])
+def test_slurm_keeps_who_cancelled_a_successor_where_the_disk_takes_no_record(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, by: str, told: str
+) -> None:
+    attempt = make_run()[0].attempt(1)
+    attempt.path.mkdir(parents=True)
+    SuccessorJob(job_id="2", time=0.0).write(attempt.successor)
+    scheduler = Mock(cancelled=Mock(return_value=True), cancelled_by=Mock(return_value=by))
+    scheduler.current_job_id.return_value, scheduler.query.return_value = "1", None
+    monkeypatch.setattr(SuccessorJob, "write", Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
+    assert jobs.record_cancelled_successor(attempt, scheduler) is not None
+    scheduler.note_stop.assert_called_once_with("1", told)
