@@ -10,13 +10,15 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
+from relayrun.control.chain import jobs
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.control.rundir.records import AttemptEnd
+from relayrun.control.rundir.records import AttemptEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
@@ -139,6 +141,24 @@ def test_a_cancel_without_an_answer_says_what_was_done(
     monkeypatch.undo()
     assert cli.main(["cancel", str(run.path)]) == 0
     assert f"cancelled {job_id}" in capsys.readouterr().out
+
+
+def test_a_cancel_that_gets_no_answer_half_way_names_the_jobs_that_are_cancelled(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    cancel = Slurm.cancel
+
+    def cancelled(self: Slurm, job_id: str) -> None:
+        if job_id == "1":
+            raise slurm_commands.TimedOutError("scancel: no answer within 120 s")
+        cancel(self, job_id)
+
+    monkeypatch.setattr(Slurm, "cancel_together", lambda *_: False)
+    monkeypatch.setattr(Slurm, "cancel", cancelled)
+    assert cli.main(["cancel", str(run.path)]) == 1
+    assert "no answer within 120 s; cancelled: 2; STOP is written" in capsys.readouterr().err
+    assert states(slurm)[:2] == ["RUNNING", "CANCELLED"]
 
 
 def test_cancel_stop_save_and_submit_are_orders_of_a_person(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +370,17 @@ def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[
     assert stop_reason(run) == f"cancelled by {user}"
     assert cli.main(["cancel", str(run.path)]) == 0  # once more changes nothing
     assert f"the chain has ended: cancelled by {user}; no job was there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("by", "told"), [("ann", "ann"), ("", jobs.SOMEBODY)])
+def test_slurm_keeps_who_cancelled_a_successor_where_the_disk_takes_no_record(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, by: str, told: str
+) -> None:
+    attempt = make_run()[0].attempt(1)
+    attempt.path.mkdir(parents=True)
+    SuccessorJob(job_id="2", time=0.0).write(attempt.successor)
+    scheduler = Mock(cancelled=Mock(return_value=True), cancelled_by=Mock(return_value=by))
+    scheduler.current_job_id.return_value, scheduler.query.return_value = "1", None
+    monkeypatch.setattr(SuccessorJob, "write", Mock(side_effect=OSError(errno.ENOSPC, "no space left")))
+    assert jobs.record_cancelled_successor(attempt, scheduler) is not None
+    scheduler.note_stop.assert_called_once_with("1", told)

@@ -467,6 +467,16 @@ def test_accounting_knows_who_was_cancelled_when_slurm_has_forgotten_the_job(
     assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
 
 
+def test_another_job_that_is_completing_is_asked_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, line = tmp_path / "count", LINE.replace("JobState=RUNNING", "JobState=$state")
+    states = f"echo x >> {count}; state=COMPLETING; [ $(wc -l < {count}) -lt 4 ] || state=CANCELLED"
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert slurm_of(tmp_path, monkeypatch, scontrol=f'{states}; echo "{line}"').cancelled("17", nodes="n[0-1]")
+    assert slept == [1, 1, 1]
+
+
 def test_a_preemption_from_which_a_job_has_come_back_is_over() -> None:
     """Slurm 24.11 keeps its time."""
     earlier, later = (LINE.replace("PreemptTime=None", f"PreemptTime=2026-11-2{day}T04:49:00") for day in (0, 1))

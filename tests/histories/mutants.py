@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {
-    "chain/excluded_nodes.py": "control/test_nodes chain/test_next_nodes control/test_node_health",
+    "chain/excluded_nodes.py": "control/test_nodes chain/test_guard chain/test_next_nodes control/test_node_health",
     "chain/failover.py": "chain/test_orphaned chain/test_making_place chain/test_fallback_job",
     "chain/jobs.py": "chain/test_control chain/test_real_limits chain/test_making_place chain/test_next_nodes",
     "chain/requested_options.py": "control/test_requested_options chain/test_real_limits",

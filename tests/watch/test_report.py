@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -62,6 +64,15 @@ def test_an_attempt_without_an_end_is_drawn_to_its_last_sign_if_slurm_has_forgot
     write_stop(accounted, ChainEnd("stopped", "cancelled by root"))
     row = terminal_report.read_attempts_report(accounted).attempts[1]
     assert (row.cause, row.seconds) == ("unknown", row.commits[-1][0] - row.start_time)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_gets_the_whole_table(run: Run, encoding: str) -> None:
+    command = [sys.executable, "-m", "relayrun", "report", str(run.path), "--text"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "attempts of run" in done.stdout.decode(encoding)
 
 
 def test_a_run_that_has_not_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
