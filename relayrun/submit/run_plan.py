@@ -116,8 +116,6 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         load_path=base.path,
         load_iteration=base.iteration,
         purge_days=cluster.purge_days,
-        cost_per_node_hour=cluster.cost_per_node_hour,
-        currency=cluster.currency,
         quota_command=cluster.quota_command,
         checkpoints_kept=None if saves is None else saves.keep_last,
         save_interval=None if saves is None else saves.interval,

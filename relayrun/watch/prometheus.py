@@ -120,19 +120,15 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
         return
     run, left = Run(Path(found.path)), found.remaining
     yield "run_state", {"state": found.state}, 1
-    values: dict[str, Value] = {
-        "iteration": found.iteration,
-        "end_iteration": found.total_steps,
-        "loss": found.loss,
-        "tokens_per_second": found.tokens_per_second,
-        "last_step_timestamp_seconds": found.step_time,
-        "durable_iteration": found.durable_iteration,
-        "durable_timestamp_seconds": None if found.durable_age is None else now - found.durable_age,
-        "remaining_seconds": None if left is None else left.seconds,
-        "remaining_node_seconds": None if left is None else left.node_hours * 3600,
-    }
-    for name, value in values.items():
-        yield name, {}, value
+    yield "end_iteration", {}, found.total_steps
+    yield "last_step_timestamp_seconds", {}, found.step_time
+    for name in ("iteration", "loss", "tokens_per_second", "durable_iteration"):
+        yield name, {}, getattr(found, name)
+    if found.durable_age is not None:
+        yield "durable_timestamp_seconds", {}, now - found.durable_age
+    if left is not None:
+        yield "remaining_seconds", {}, left.seconds
+        yield "remaining_node_seconds", {}, left.node_hours * 3600
     with contextlib.suppress(RelayrunError, OSError):  # no attempt has begun, or a record is damaged
         lines = islice(newest_valid_lines(run), 20)
         yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)

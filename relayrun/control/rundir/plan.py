@@ -106,8 +106,6 @@ class Plan(Record):
     load_iteration: int = 0
     purge_days: dict[str, float] = field(default_factory=dict)
     """Days without use after which the site removes files, by folder."""
-    cost_per_node_hour: float | None = None
-    currency: str = ""
     quota_command: list[str] = field(default_factory=list)
     """Command that prints the quota of the run directory's file system; empty: `lfs quota` and `quota`."""
     checkpoints_kept: int | None = None
