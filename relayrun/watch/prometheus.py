@@ -36,7 +36,7 @@ Value = float | int | None
 Samples = Iterator[tuple[str, Mapping[str, str], Value]]
 """Name of a metric, its labels beside `run`, and a value; None leaves the sample out."""
 
-GAUGES = {
+METRICS = {
     "run_state": "1 for the present state of the chain",
     "iteration": "Newest iteration",
     "end_iteration": "Iteration at which the run ends",
@@ -54,14 +54,12 @@ GAUGES = {
     "wait_seconds": "Seconds without nodes: queued, in back-off after a failure, stopped without a submitted job",
     "budget_node_seconds": "chain.max_node_hours, in node seconds",
     "budget_used_node_seconds": "Node seconds that count against the budget",
+    "attempts_total": "Attempts that have begun",
+    "attempt_ends_total": "Ended attempts by cause",
+    "rank_restarts_total": "Failures of ranks inside a job by cause; all but perhaps the last were followed by a restart",
+    "node_failures_total": "Failures that were attributed to a node",
 }
-COUNTERS = {
-    "attempts": "Attempts that have begun",
-    "attempt_ends": "Ended attempts by cause",
-    "rank_restarts": "Failures of ranks inside a job by cause; the ranks were restarted, except perhaps after the last",
-    "node_failures": "Failures that were attributed to a node",
-}
-"""Help of each metric `relayrun_NAME`; a counter's name ends with `_total`."""
+"""Help of each metric `relayrun_NAME`; names of counters end with `_total`."""
 
 
 class RunsCollector:
@@ -77,8 +75,8 @@ class RunsCollector:
             name = found.path if isinstance(found, DamagedRun) else found.run
             for metric, labels, value in run_samples(found, now=now):
                 if value is not None:
-                    kind, words = (CounterMetricFamily, COUNTERS) if metric in COUNTERS else (GaugeMetricFamily, GAUGES)
-                    new = kind(f"relayrun_{metric}", words[metric], labels=["run", *labels])
+                    kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
+                    new = kind(f"relayrun_{metric}", METRICS[metric], labels=["run", *labels])
                     families.setdefault(metric, new).add_metric([name, *labels.values()], float(value))
         yield from families.values()
 
@@ -136,19 +134,19 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
         if plan.chain.max_node_hours is not None:
             yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600
             yield "budget_used_node_seconds", {}, used_node_seconds(run, plan, until=now)
-        yield "node_failures", {}, len(read_node_failures(run))
+        yield "node_failures_total", {}, len(read_node_failures(run))
         yield from _account_samples(account_for_run(run, facts=read_run_facts(run, now=now, ask=False)))
 
 
 def _account_samples(account: NodeTimeAccount) -> Samples:
-    yield "attempts", {}, len(account.allocations)
+    yield "attempts_total", {}, len(account.allocations)
     ends = Counter(each.cause for each in account.allocations if each.cause != "running")
     for cause, count in ends.items():
-        yield "attempt_ends", {"cause": cause}, count
+        yield "attempt_ends_total", {"cause": cause}, count
     failed = [each for attempt in account.allocations for each in attempt.failed_restarts]
     causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
     for cause in ("node", "rank", "other"):
-        yield "rank_restarts", {"cause": cause}, causes[cause]
+        yield "rank_restarts_total", {"cause": cause}, causes[cause]
     for part in PARTS:
         seconds = account.parts[part.name] / MICROSECONDS_PER_SECOND
         yield "node_seconds", {"part": part.name, "group": part.group}, seconds
