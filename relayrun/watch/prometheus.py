@@ -56,7 +56,7 @@ METRICS = {
     "budget_used_node_seconds": "Node seconds that count against the budget",
     "attempts_total": "Attempts that have begun",
     "attempt_ends_total": "Ended attempts by cause",
-    "rank_restarts_total": "Failures of ranks inside a job by cause; all but perhaps the last were followed by a restart",
+    "rank_restarts_total": "Failures of ranks inside a job by cause, after which ranks are restarted",
     "node_failures_total": "Failures that were attributed to a node",
 }
 """Help of each metric `relayrun_NAME`; names of counters end with `_total`."""
