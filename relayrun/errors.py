@@ -4,7 +4,6 @@
     ├── ConfigError          a setting is wrong: file, line, name
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
-    ├── UnansweredError      a question was not answered with yes; exit code 2
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
     └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
 
@@ -38,8 +37,6 @@ from relayrun.terminal import inert, inert_output
 class RelayrunError(Exception):
     """An error with a message, `where` (file, line, name) and a `hint` what to do."""
 
-    exit_code = 1
-
     def __init__(self, message: str, *, where: object = None, hint: str | None = None) -> None:
         self.message = message
         self.where = None if where is None else str(where)
@@ -71,12 +68,6 @@ class SchedulerError(RelayrunError):
 
 class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
-
-
-class UnansweredError(RelayrunError):
-    """A question was answered with no, or nobody was there to answer it."""
-
-    exit_code = 2
 
 
 MAX_NAMED_ERRORS = 10
@@ -362,7 +353,7 @@ def _report(error: BaseException) -> int | None:
     if isinstance(error, BrokenPipeError):  # `relayrun ... | head`: the reader left, which is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    told = error if isinstance(error, RelayrunError) else None
+    told: BaseException | None = error if isinstance(error, RelayrunError) else None
     if isinstance(error, ModuleNotFoundError):
         told = missing_extra(error)
     elif isinstance(error, OSError) and (error.filename is not None or error.strerror is not None):
@@ -370,7 +361,7 @@ def _report(error: BaseException) -> int | None:
     if told is None:
         return None
     print(f"error: {told}", file=sys.stderr)
-    return told.exit_code
+    return 1
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:

@@ -3,6 +3,7 @@
     submission            checks a config, writes the run directory, queues one job
     check/                what a submit refuses or warns of
     run_plan, policies    plan.json and the records beside it, which the jobs read instead of the config
+    cost                  node hours that a submit can use, and the question about them
     forecast              parameters, memory, hours, node hours and checkpoint sizes of a run
     initial_checkpoint    what a run begins from; code_snapshot: the code that it runs
     megatron_lm/          from settings and launchers to the command line of Megatron-LM

@@ -15,7 +15,7 @@ from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.chain.budget import SECONDS_PER_HOUR, budget_end
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, UnansweredError
+from relayrun.errors import RelayrunError
 from relayrun.submit.forecast import Forecast
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.summary import summarize_run
@@ -45,15 +45,9 @@ class ChainCost:
             most = f"at most {self._amount(self.most)}"
         return f"{most}; needed: {'not known' if self.likely is None else f'about {self._amount(self.likely)}'}"
 
-    def as_json(self) -> dict[str, float | None]:
-        """Return the node hours for JSON; what is unknown or unlimited is null."""
-        return {"node_hours_most": None if self.most == math.inf else self.most, "node_hours_needed": self.likely}
-
     def _amount(self, node_hours: float) -> str:
-        site = self.config.cluster
-        price = site.cost_per_node_hour
-        money = "" if price is None else f" ({node_hours * price:,.2f} {site.currency}".rstrip() + ")"
-        return f"{node_hours:,.2f}{money}"
+        price, currency = self.config.cluster.cost_per_node_hour, self.config.cluster.currency
+        return f"{node_hours:,.2f}" + (f" ({node_hours * price:,.2f} {currency}".rstrip() + ")" if price else "")
 
 
 def chain_cost(config: CommonConfig, plan: Plan, run: Run, future: Forecast | None, *, now: float) -> ChainCost:
@@ -68,15 +62,17 @@ def chain_cost(config: CommonConfig, plan: Plan, run: Run, future: Forecast | No
 
 
 def confirm_cost(cost: ChainCost, *, yes: bool) -> None:
-    """Print the node hours of a chain, and ask if they exceed the limit. Raises UnansweredError without a yes."""
-    if cost.config.chain.auto_requeue or cost.most > cost.ask_above:
+    """Print the node hours of a chain, and ask if they exceed the limit. Exits with 2 without a yes."""
+    asks = cost.most > cost.ask_above
+    if asks or cost.config.chain.auto_requeue:
         print(f"node hours {cost.words}", flush=True)
-    if yes or cost.most <= cost.ask_above:
+    if yes or not asks:
         return
-    words = f"more than {cost.ask_above:g} node hours (ask_above_node_hours)"
-    if not sys.stdin.isatty():
-        hint = "add --yes, or set chain.max_node_hours"
-        raise UnansweredError(f"this can use {words}, and no terminal can be asked", hint=hint)
-    print(f"this can use {words}; submit it? [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise UnansweredError("nothing was submitted")
+    question = f"this can use more than {cost.ask_above:g} node hours (ask_above_node_hours)"
+    if sys.stdin.isatty():
+        print(f"{question}; submit it? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+        question = "nothing was submitted"
+    print(f"error: {question}\n  -> add --yes, or set chain.max_node_hours", file=sys.stderr)
+    sys.exit(2)

@@ -3,6 +3,7 @@
     status/          the state of one run and of many: on a terminal and as JSON
     report/          the report of a run: on a terminal, as HTML, as PNG
     goodput/         a run's node time, divided into named parts
+    prometheus       metrics of runs for Prometheus
     follow           the progress and the logs of a running job
     cron_check       one check of the runs below a folder, started by cron; symptoms: the problems that it finds
     send_notices     sends notices by mail, webhook, command or apprise; unsent_notices: notices not sent yet

@@ -36,7 +36,7 @@ Value = float | int | None
 Samples = Iterator[tuple[str, Mapping[str, str], Value]]
 """Name of a metric, its labels beside `run`, and a value; None leaves the sample out."""
 
-GAUGES = {
+METRICS = {
     "run_state": "1 for the present state of the chain",
     "iteration": "Newest iteration",
     "end_iteration": "Iteration at which the run ends",
@@ -54,14 +54,12 @@ GAUGES = {
     "wait_seconds": "Seconds without nodes: queued, in back-off after a failure, stopped without a submitted job",
     "budget_node_seconds": "chain.max_node_hours, in node seconds",
     "budget_used_node_seconds": "Node seconds that count against the budget",
+    "attempts_total": "Attempts that have begun",
+    "attempt_ends_total": "Ended attempts by cause",
+    "rank_restarts_total": "Failures of ranks inside a job by cause, after which ranks are restarted",
+    "node_failures_total": "Failures that were attributed to a node",
 }
-COUNTERS = {
-    "attempts": "Attempts that have begun",
-    "attempt_ends": "Ended attempts by cause",
-    "rank_restarts": "Failures of ranks inside a job by cause; the ranks were restarted, except perhaps after the last",
-    "node_failures": "Failures that were attributed to a node",
-}
-"""Help of each metric `relayrun_NAME`; a counter's name ends with `_total`."""
+"""Help of each metric `relayrun_NAME`; names of counters end with `_total`."""
 
 
 class RunsCollector:
@@ -77,8 +75,8 @@ class RunsCollector:
             name = found.path if isinstance(found, DamagedRun) else found.run
             for metric, labels, value in run_samples(found, now=now):
                 if value is not None:
-                    kind, words = (CounterMetricFamily, COUNTERS) if metric in COUNTERS else (GaugeMetricFamily, GAUGES)
-                    new = kind(f"relayrun_{metric}", words[metric], labels=["run", *labels])
+                    kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
+                    new = kind(f"relayrun_{metric}", METRICS[metric], labels=["run", *labels])
                     families.setdefault(metric, new).add_metric([name, *labels.values()], float(value))
         yield from families.values()
 
@@ -120,19 +118,15 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
         return
     run, left = Run(Path(found.path)), found.remaining
     yield "run_state", {"state": found.state}, 1
-    values: dict[str, Value] = {
-        "iteration": found.iteration,
-        "end_iteration": found.total_steps,
-        "loss": found.loss,
-        "tokens_per_second": found.tokens_per_second,
-        "last_step_timestamp_seconds": found.step_time,
-        "durable_iteration": found.durable_iteration,
-        "durable_timestamp_seconds": None if found.durable_age is None else now - found.durable_age,
-        "remaining_seconds": None if left is None else left.seconds,
-        "remaining_node_seconds": None if left is None else left.node_hours * 3600,
-    }
-    for name, value in values.items():
-        yield name, {}, value
+    yield "end_iteration", {}, found.total_steps
+    yield "last_step_timestamp_seconds", {}, found.step_time
+    for name in ("iteration", "loss", "tokens_per_second", "durable_iteration"):
+        yield name, {}, getattr(found, name)
+    if found.durable_age is not None:
+        yield "durable_timestamp_seconds", {}, now - found.durable_age
+    if left is not None:
+        yield "remaining_seconds", {}, left.seconds
+        yield "remaining_node_seconds", {}, left.node_hours * 3600
     with contextlib.suppress(RelayrunError, OSError):  # no attempt has begun, or a record is damaged
         lines = islice(newest_valid_lines(run), 20)
         yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)
@@ -140,20 +134,20 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
         if plan.chain.max_node_hours is not None:
             yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600
             yield "budget_used_node_seconds", {}, used_node_seconds(run, plan, until=now)
-        yield "node_failures", {}, len(read_node_failures(run))
+        yield "node_failures_total", {}, len(read_node_failures(run))
         yield from _account_samples(account_for_run(run, facts=read_run_facts(run, now=now, ask=False)))
 
 
 def _account_samples(account: NodeTimeAccount) -> Samples:
-    yield "attempts", {}, len(account.allocations)
+    yield "attempts_total", {}, len(account.allocations)
     ends = Counter(each.cause for each in account.allocations if each.cause != "running")
     for cause, count in ends.items():
-        yield "attempt_ends", {"cause": cause}, count
+        yield "attempt_ends_total", {"cause": cause}, count
     attempts = [each.allocation.facts for each in account.allocations]
     failed = [each for facts in attempts if facts is not None for each in facts.failed_restarts]
     causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
     for cause in ("node", "rank", "other"):
-        yield "rank_restarts", {"cause": cause}, causes[cause]
+        yield "rank_restarts_total", {"cause": cause}, causes[cause]
     for part in PARTS:
         seconds = account.parts[part.name] / MICROSECONDS_PER_SECOND
         yield "node_seconds", {"part": part.name, "group": part.group}, seconds

@@ -31,7 +31,7 @@ EXIT_CODES = (
         "1",
         "an error that a person can mend, in words on standard error; `check`, `verify` or `diff` found something",
     ),
-    ("2", "the command line is wrong: an unknown command or option"),
+    ("2", "the command line is wrong: an unknown option; a submit [got no yes](../how-to/budget.md#before-a-submit)"),
     (
         "130",
         "Ctrl-C (128 and the signal's number): temporary files are removed, one line says what is kept",

@@ -11,6 +11,7 @@ from relayrun.control.chain import budget
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import read_stop
+from tests.history import began
 from tests.plans import plan_with
 
 from .conftest import MakeRun
@@ -80,3 +81,14 @@ def test_the_first_limit_of_several_ends_the_job(make_run: MakeRun) -> None:
     assert end.cap(1500.0, "") == (1500.0, "")
     assert end.cap(None, "") == (1600.0, f"the budget is over: {end.words}")
     assert budget.why_over(run, plan, end, 1.0).endswith("--set chain.deadline=...")
+
+
+def test_an_end_that_nobody_recorded_counts_as_late_as_it_can_have_been(make_run: MakeRun) -> None:
+    run, plan = make_run(nodes=2)
+    began(run, 1, start_time=110.0, job_start_time=100.0, options={"nodes": "4"})  # until the next job starts
+    began(run, 2, start_time=200.0, job_start_time=200.0, job_end_time=260.0)  # until its limit
+    began(run, 3, start_time=900.0, job_start_time=900.0, job_end_time=2000.0)
+    assert budget.used_node_seconds(run, plan, until=1000.0) == 4 * 100 + 2 * 60 + 2 * 100
+    began(run, 3, start_time=900.0, job_start_time=900.0, job_end_time=2000.0, previous_job_end=230.0)
+    assert budget.used_node_seconds(run, plan, until=1000.0) == 4 * 100 + 2 * 30 + 2 * 100
+    assert budget.used_node_seconds(run, plan, until=900.0, before=3) == 4 * 100 + 2 * 60

@@ -75,6 +75,7 @@ def test_a_network_or_a_file_system_gets_more_time_to_pass(failed: int, waits: b
         ({"predecessor_cancelled": True}, "stopped"),
         ({"verdict": ChainEnd("done", SAVED)}, "done"),
         ({"failed_attempts": 3}, "failed"),
+        ({"budget": "the budget is over"}, "stopped"),
         ({}, None),
     ],
 )

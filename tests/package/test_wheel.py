@@ -18,7 +18,13 @@ from relayrun.errors import EXTRAS
 from relayrun.submit import code_snapshot
 from tests.wheel import ROOT, Installed, build, install
 
-MODULES = {"megatron-core": "megatron", "lm_eval": "lm_eval", "splintr-rs": "splintr", "nvidia-ml-py": "pynvml"}
+MODULES = {
+    "megatron-core": "megatron",
+    "lm_eval": "lm_eval",
+    "splintr-rs": "splintr",
+    "nvidia-ml-py": "pynvml",
+    "prometheus-client": "prometheus_client",
+}
 """Packages whose modules have other names."""
 
 APACHE = "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"

@@ -69,7 +69,7 @@ def test_a_command_that_is_fine_is_taken_and_what_cannot_be_known_is_said(
     assert main(["check", str(path)]) == 0
     text = capsys.readouterr().out
     assert "submit would take this" in text
-    assert f"a rank executes   {sys.executable} {tmp_path}/train.py {tmp_path}/run/checkpoints\n" in text
+    assert f"a rank executes  {sys.executable} {tmp_path}/train.py {tmp_path}/run/checkpoints\n" in text
     assert "whether it does is not known before it runs" in text
     assert "the run is done when it ends by itself with exit code 0" in text
     assert not (tmp_path / "run").exists()

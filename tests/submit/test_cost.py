@@ -26,6 +26,12 @@ def submit(workspace: Workspace, *options: str, **chain: Any) -> int:
     return main(["submit", str(workspace.config("run", chain=CONFIG["chain"] | chain)), *options])
 
 
+def exits_with_2(workspace: Workspace, *options: str, **chain: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        submit(workspace, *options, **chain)
+    assert ended.value.code == 2
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -35,15 +41,15 @@ def test_a_submit_above_the_limit_without_a_terminal_is_refused_with_2(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert submit(workspace, ask_above_node_hours=0.5) == 2
+    exits_with_2(workspace, ask_above_node_hours=0.5)
     told = capsys.readouterr()
     assert "node hours no maximum (chain.max_node_hours sets one); needed: not known" in told.out
     assert "this can use more than 0.5 node hours" in told.err
     assert "add --yes" in told.err
     assert not workspace.run("run").path.exists()
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
-    assert submit(workspace, ask_above_node_hours=0.5) == 2
-    assert "submit it? [y/N] error: nothing was submitted" in capsys.readouterr().err
+    exits_with_2(workspace, ask_above_node_hours=0.5)
+    assert "submit it? [y/N] error: nothing was submitted\n" in capsys.readouterr().err
     assert not workspace.run("run").path.exists()
 
 
@@ -56,7 +62,7 @@ def test_a_submit_is_not_refused_below_the_limit_or_after_a_yes(
     assert "node hours at most 1.50 (4.50 CHF); needed: not known\njob 1" in capsys.readouterr().out
     other = ["--set=name=second", "--set=run_dir=null", "--set=cluster.ask_above_node_hours=0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert submit(workspace, *other) == 2
+    exits_with_2(workspace, *other)
     assert submit(workspace, *other, "--yes") == 0
     monkeypatch.setattr(sys, "stdin", Terminal("yes\n"))
     assert submit(workspace, "--set=name=third", *other[1:]) == 0
@@ -66,7 +72,7 @@ def test_without_auto_requeue_the_maximum_is_one_job(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert submit(workspace, auto_requeue=False, ask_above_node_hours=0.08) == 2
+    exits_with_2(workspace, auto_requeue=False, ask_above_node_hours=0.08)
     assert "node hours at most 0.08; needed: not known" in capsys.readouterr().out
 
 
@@ -92,7 +98,7 @@ def test_a_run_whose_budget_is_over_is_refused_until_it_is_raised(
     assert "node hours at most 1.02; needed: about 19.67" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", ["tomorrow", "2027-13-01"])
+@pytest.mark.parametrize("value", ["tomorrow", "2027-13-01", "2027-01-31T18:00Z", "20270131"])
 def test_a_deadline_is_a_date(workspace: Workspace, capsys: pytest.CaptureFixture[str], value: str) -> None:
     assert submit(workspace, deadline=value) == 1
     assert "chain.deadline" in capsys.readouterr().err

@@ -34,11 +34,11 @@ def test_the_settings_of_the_budget_page_are_taken(tmp_path: Path, capsys: pytes
 
 
 def test_the_metrics_page_has_every_metric_and_no_other() -> None:
-    from relayrun.watch.prometheus import COUNTERS, GAUGES
+    from relayrun.watch.prometheus import METRICS
 
     (table,) = re.findall(r"^\| metric .*?\n\n", PROMETHEUS, re.M | re.S)
     names = {name for row in table.strip().splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert names == {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
+    assert names == METRICS.keys()
     for command in blocks(PROMETHEUS, "bash(?: serve)?"):
         assert parse(shlex.split(command, comments=True)[1:]).command == "metrics"
     assert (HOW_TO / "grafana-dashboard.json").is_file()

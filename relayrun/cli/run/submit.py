@@ -130,7 +130,7 @@ def _print_without_plan(found: Sequence[CheckFinding]) -> None:
         "refused": refused,
         "findings": lines,
         "data": [],
-        "cost": None,
+        "node_hours_most": None,
         "plan": None,
     }
     print(json_text({**nothing, "changes": []}))

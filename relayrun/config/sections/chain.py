@@ -66,6 +66,8 @@ class FailureSignature(DataclassSection):
 
 
 def _date(text: str) -> str:
+    if re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?", text) is None:  # others need Python 3.11
+        raise ValueError("write 2027-01-31, or 2027-01-31T18:00")
     datetime.fromisoformat(text)
     return text
 

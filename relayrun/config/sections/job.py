@@ -249,7 +249,7 @@ class ClusterSection(Section):
     tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None
     """Assumed model TFLOP/s of a GPU until a run of the same shape has been measured; None: unknown."""
     cost_per_node_hour: Annotated[float, Field(gt=0)] | None = None
-    """Cost of an hour of a node, for `relayrun check`, `submit` and `goodput`."""
+    """Cost of an hour of a node, for `relayrun check` and `submit`."""
     currency: SingleLine = ""
     """Unit of cost_per_node_hour, for example CHF."""
     ask_above_node_hours: Annotated[float, Field(ge=0)] | None = None

@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from relayrun.config.sections.chain import ChainSection
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import NO_TRAINING_SHARE, start_seconds
@@ -52,14 +51,10 @@ def budget_end(run: Run, plan: Plan, *, nodes: int, start: float, before: int | 
         left = most * SECONDS_PER_HOUR / per_node[name] - used
         words = f"{used * per_node[name] / SECONDS_PER_HOUR:,.2f} of chain.{name} {most:g} are used"
         ends.append(BudgetEnd(time=start + left / nodes, setting=name, words=words))
-    if (deadline := deadline_time(plan.chain)) is not None:
-        ends.append(BudgetEnd(time=deadline, setting="deadline", words=f"chain.deadline is {plan.chain.deadline}"))
+    if plan.chain.deadline is not None:
+        deadline, words = datetime.fromisoformat(plan.chain.deadline), f"chain.deadline is {plan.chain.deadline}"
+        ends.append(BudgetEnd(time=deadline.timestamp(), setting="deadline", words=words))
     return min(ends, key=lambda end: end.time)
-
-
-def deadline_time(chain: ChainSection) -> float | None:
-    """Return `chain.deadline` in seconds since 1970."""
-    return None if chain.deadline is None else datetime.fromisoformat(chain.deadline).timestamp()
 
 
 def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None = None) -> float:

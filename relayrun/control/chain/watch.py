@@ -21,16 +21,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from relayrun.config.sections.chain import ChainSection
-from relayrun.control.chain import (
-    budget,
-    campaign,
-    evaluation_jobs,
-    excluded_nodes,
-    failure_reason,
-    jobs,
-    requested_options,
-)
+from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs, requested_options
 from relayrun.control.chain.background import CheckpointCopier, CheckpointHasher, NoticeSender
+from relayrun.control.chain.budget import BudgetEnd, budget_end
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
 from relayrun.control.job_log import log_line, log_size
@@ -316,10 +309,10 @@ class Watch:
         os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
     @cached_property
-    def _budget(self) -> budget.BudgetEnd:
+    def _budget(self) -> BudgetEnd:
         begin = self.attempt.started_record()
         nodes, start = int(begin.options.get("nodes", self.plan.nodes_of_job)), begin.job_start_time or begin.start_time
-        return budget.budget_end(self.run, self.plan, nodes=nodes, start=start, before=begin.attempt)
+        return budget_end(self.run, self.plan, nodes=nodes, start=start, before=begin.attempt)
 
     def _look_at_budget(self) -> None:
         """End ranks that have not left by the end of the budget: Slurm would end them at the time limit only."""

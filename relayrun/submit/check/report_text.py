@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -66,7 +67,7 @@ def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[st
         "refused": bool(report.findings.errors),
         "findings": [finding.as_json() for finding in report.findings.all],
         "data": [asdict(each) | {"epochs": each.epochs} for each in report.usage],
-        "cost": report.cost.as_json(),
+        "node_hours_most": None if math.isinf(report.cost.most) else report.cost.most,
         "plan": None if future is None else _plan_json(future),
         "changes": list(changes),
     }

@@ -95,9 +95,6 @@ class NodeTimeAccount:
     """Microseconds without nodes, not multiplied by nodes."""
     losses: Sequence[LostTime]
     evaluated_outside: bool
-    node_hour_price: float | None = None
-    """In `currency`; None: unknown."""
-    currency: str = ""
 
     @property
     def allocated(self) -> int:
@@ -124,11 +121,6 @@ class NodeTimeAccount:
     @property
     def node_hours(self) -> float:
         return self.allocated / MICROSECONDS_PER_SECOND / 3600
-
-    @property
-    def cost(self) -> float | None:
-        """Price of the allocated node hours; None if it is unknown."""
-        return None if self.node_hour_price is None else self.node_hours * self.node_hour_price
 
     @property
     def tokens_per_node_hour(self) -> float | None:
@@ -189,8 +181,6 @@ def account_for_run(
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
         losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
-        node_hour_price=facts.plan.cost_per_node_hour,
-        currency=facts.plan.currency,
     )
 
 

@@ -35,7 +35,7 @@ def account_summary(account: NodeTimeAccount) -> str:
         f"effective training time {account.effective_training_time:.1%} of {format_duration(account.elapsed)} "
         f"since the first submission; without nodes: {', '.join(waits)}",
     ]
-    figures = [] if account.cost is None else [f"cost {account.cost:,.2f} {account.currency}".rstrip()]
+    figures = []
     if account.tokens_per_node_hour is not None:
         figures.append(f"{account.tokens_per_node_hour:,.0f} tokens a node hour")
     if account.tflops is not None:
@@ -142,8 +142,6 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
         "allocated_node_seconds": account.allocated / MICROSECONDS_PER_SECOND,
         "elapsed_seconds": account.elapsed / MICROSECONDS_PER_SECOND,
         "goodput": account.goodput,
-        "cost": account.cost,
-        "currency": account.currency,
         "effective_training_time": account.effective_training_time,
         "tokens": round(account.work.tokens),
         "tokens_per_node_hour": account.tokens_per_node_hour,
