@@ -1,4 +1,4 @@
-"""A torchtitan Trainer that the chain asks to save and to leave, with any of torchtitan's configs (docs/how-to/command.md).
+"""A torchtitan Trainer that the chain asks to save and to leave, with any of its configs (docs/how-to/command.md).
 
     python torchtitan_trainer.py --module=llama3 --config=llama3_8b --dump_folder=...
 
@@ -51,8 +51,8 @@ def tiny() -> Trainer.Config:
 
 def made_up(path: str) -> Dataset:
     """Texts for torchtitan's table of data sets."""
-    words = "one job runs and the next waits behind it and the checkpoint is the baton".split()
-    return Dataset.from_dict({"text": [" ".join(words[i % 13 :] + words[: i % 7]) for i in range(1000)]})
+    words = ["one job runs", "the next waits behind it", "the checkpoint is the baton"]
+    return Dataset.from_dict({"text": [f"{words[i % 3]}, {i}, {words[i % 2]}" for i in range(1000)]})
 
 
 DATASETS["made-up"] = DatasetConfig(path="", loader=made_up, sample_processor=lambda sample: sample["text"])
@@ -74,7 +74,9 @@ def byte_tokenizer(folder: Path) -> Path:
 
 if __name__ == "__main__":
     init_logger()
-    trainer = Relay(ConfigManager().parse_args(sys.argv[1:]))
+    config = ConfigManager().parse_args(sys.argv[1:])
+    config.checkpoint.last_save_model_only = False  # the run goes on from what it saves when it is asked
+    trainer = Relay(config)
     try:
         trainer.train()
     finally:

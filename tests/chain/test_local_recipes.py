@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ ON_CPUS = Path(__file__).resolve().parents[1] / "torchtitan_on_cpu.py"
 RECIPES = {
     "huggingface": ("transformers[torch]", "checkpoint-{}", 400),
     "lightning_trainer": ("lightning", "step-{}.ckpt", 400),
-    "torchtitan_trainer": ("torchtitan", "checkpoint/step-{}", 160),
+    "torchtitan_trainer": ("torchtitan", "checkpoint/step-{}", 60),
 }
 """By the name of the example: its package, its checkpoints, and the last iteration."""
 KILLS = [signal.SIGKILL, signal.SIGUSR2] * 5
@@ -67,6 +68,10 @@ def ranks_of(run: Run) -> set[int]:
     return {pid for pid, words in command_examples.processes(run) if str(command_examples.PACED) in words[:4]}
 
 
+def _is_up(run: Run, before: set[int], chain: threading.Thread) -> bool:
+    return bool(ranks_of(run) - before) or not chain.is_alive()
+
+
 class Custody:
     """The bytes of every checkpoint since it was recorded."""
 
@@ -94,7 +99,7 @@ def kill(run: Run, chain: threading.Thread, custody: Custody, seed: int) -> None
     generator, before = random.Random(seed), set[int]()
     kills = generator.sample(KILLS, len(KILLS))
     for number, how in enumerate(kills):
-        wait_for(lambda: ranks_of(run) - before or not chain.is_alive(), 900)
+        wait_for(partial(_is_up, run, before, chain), 900)
         moment = time.monotonic() + generator.uniform(0, SECONDS)
         while time.monotonic() < moment:
             custody.look()
