@@ -57,7 +57,8 @@ class CheckpointRule:
         for part in self.pattern.split("/"):
             name = _expression(part)
             found = [folder / entry for folder in found for entry in _entries(folder) if name.fullmatch(entry)]
-        return sorted((int(self._digits(path.name) or 0), path) for path in found)
+        marks = {mark for path in found for mark in self._with_marks(path) if mark != path}
+        return sorted((int(self._digits(path.name) or 0), path) for path in found if path not in marks)
 
     def is_whole(self, path: Path) -> bool:
         """Return whether a checkpoint is complete by this rule."""
@@ -96,7 +97,7 @@ class CheckpointRule:
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
         """Hide everything beyond iteration `base` from the program; return one line per action."""
-        beyond = [path for iteration, path in self.every() if iteration > base]
+        beyond = [each for iteration, path in self.every() if iteration > base for each in self._with_marks(path)]
         newest = self.tracked()
         done = quarantine_checkpoints(self.folder, beyond, attempt=attempt, fault=partial(self._fault, newest=newest))
         if self.tracker is not None and (self._tracker_text() is not None or base) and newest != (base or None):
@@ -147,6 +148,14 @@ class CheckpointRule:
         """Return the iteration in a name with its leading zeros; None if it is no checkpoint's name."""
         found = _expression(self.pattern.rpartition("/")[2]).fullmatch(name)
         return None if found is None else found[1]
+
+    def _with_marks(self, path: Path) -> list[Path]:
+        """A checkpoint and its marks beside it, in an order in which it is never complete while they are moved."""
+        whole, unfinished = (
+            path if name is None else _mark(path, name) for name in (self.whole_when, self.unfinished_when)
+        )
+        beside = [each for each in (whole, path, unfinished) if each.parent == path.parent and os.path.lexists(each)]
+        return list(dict.fromkeys(beside))
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """Return the defect of a checkpoint; None without one. `newest`: the iteration that the tracker names."""
