@@ -78,13 +78,15 @@ class Custody:
     def __init__(self, run: Run) -> None:
         self.run, self.hashes = run, dict[Path, str]()
 
-    def look(self) -> None:
+    def look(self, moment: float = 0.0) -> bool:
+        """Take up what is recorded; return whether it is that moment."""
         for number in self.run.attempt_numbers():
             for commit in self.run.attempt(number).read_commits():
                 for name in commit.files:
                     path = Path(commit.path) / name if name else Path(commit.path)
                     if path not in self.hashes:
                         self.hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return time.monotonic() >= moment
 
     def lost(self) -> list[Path]:
         return [
@@ -100,10 +102,7 @@ def kill(run: Run, chain: threading.Thread, custody: Custody, seed: int) -> None
     kills = generator.sample(KILLS, len(KILLS))
     for number, how in enumerate(kills):
         wait_for(partial(_is_up, run, before, chain), 900)
-        moment = time.monotonic() + generator.uniform(0, SECONDS)
-        while time.monotonic() < moment:
-            custody.look()
-            time.sleep(0.1)
+        wait_for(partial(custody.look, time.monotonic() + generator.uniform(0, SECONDS)), 2 * SECONDS)
         assert chain.is_alive(), (number, stop_reason(run))
         pids = ranks_of(run)
         for pid in pids - before if how is signal.SIGKILL else {job_pid(run, number + 1)}:
