@@ -6,8 +6,8 @@
 """
 
 import json
-import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -40,11 +40,12 @@ class Relay(Trainer):
 def tiny() -> Trainer.Config:
     """A config as in torchtitan's own config_registry.py."""
     config = llama3_debugmodel()
-    config.hf_assets_path = str(byte_tokenizer(Path("data/torchtitan-bytes")))
+    config.hf_assets_path = str(byte_tokenizer(Path(tempfile.mkdtemp())))
     config.dataloader.dataset = "made-up"
     config.training.seq_len, config.training.local_batch_size = 64, 2
     config.training.disable_cuda_graphs = True
     config.validator.enable = False
+    config.debug.seed = 1
     config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.keep_latest_k = True, 50, 0
     return config
 
@@ -60,15 +61,12 @@ DATASETS["made-up"] = DatasetConfig(path="", loader=made_up, sample_processor=la
 
 def byte_tokenizer(folder: Path) -> Path:
     """Make the files of a tokenizer whose tokens are bytes."""
-    tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # else each process had ids of its own
+    tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<end>"])
-    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps({"eos_token": "<end>"})}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        part = folder / f".{name}.{os.getpid()}"  # ranks write it side by side
-        part.write_text(text)
-        part.replace(folder / name)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     return folder
 
 
