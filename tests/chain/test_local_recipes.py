@@ -31,7 +31,7 @@ ON_CPUS = Path(__file__).resolve().parents[1] / "torchtitan_on_cpu.py"
 RECIPES = {
     "huggingface": ("transformers[torch]", "checkpoint-{}", 400),
     "lightning_trainer": ("lightning", "step-{}.ckpt", 400),
-    "torchtitan_trainer": ("torchtitan", "checkpoint/step-{}", 60),
+    "torchtitan_trainer": ("torchtitan", "checkpoint/step-{}", 160),
 }
 """By the name of the example: its package, its checkpoints, and the last iteration."""
 KEPT = {"huggingface": 3}
