@@ -8,11 +8,13 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from relayrun import client
 from relayrun.config.compose import resolve, yaml_file
@@ -107,6 +109,11 @@ def losses(path: Path) -> dict[int, float]:
 
 def assert_same_checkpoints(one: Path, other: Path) -> None:
     """Every tensor and number of two checkpoints is the same, bit for bit; what is none is not compared."""
+    if (one / ".metadata").is_file():
+        left, right = map(_distributed, (one, other))
+        assert left
+        assert _plain(left) == _plain(right)
+        return
     files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file()) if one.is_dir() else [Path(".")]
     compared = 0
     for name in files:
@@ -118,6 +125,14 @@ def assert_same_checkpoints(one: Path, other: Path) -> None:
             assert _plain(left) == _plain(right), name
             compared += 1
     assert compared
+
+
+def _distributed(folder: Path) -> dict[str, Any]:
+    """What torch.distributed.checkpoint has written."""
+    with tempfile.TemporaryDirectory() as made:
+        dcp_to_torch_save(folder, Path(made) / "whole.pt")
+        found: dict[str, Any] = torch.load(Path(made) / "whole.pt", weights_only=False)
+        return found
 
 
 def _plain(value: Any) -> Any:

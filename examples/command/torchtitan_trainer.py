@@ -1,4 +1,4 @@
-"""A torchtitan Trainer that the chain asks to save and to leave, with any of torchtitan's configs (docs/how-to/command.md).
+"""A torchtitan Trainer that the chain asks to save and to leave, with any of its configs (docs/how-to/command.md).
 
     python torchtitan_trainer.py --module=llama3 --config=llama3_8b --dump_folder=...
 
@@ -6,8 +6,8 @@
 """
 
 import json
-import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -40,19 +40,20 @@ class Relay(Trainer):
 def tiny() -> Trainer.Config:
     """A config as in torchtitan's own config_registry.py."""
     config = llama3_debugmodel()
-    config.hf_assets_path = str(byte_tokenizer(Path("data/torchtitan-bytes")))
+    config.hf_assets_path = str(byte_tokenizer(Path(tempfile.mkdtemp())))
     config.dataloader.dataset = "made-up"
     config.training.seq_len, config.training.local_batch_size = 64, 2
     config.training.disable_cuda_graphs = True
     config.validator.enable = False
+    config.debug.seed = 1
     config.checkpoint.enable, config.checkpoint.interval, config.checkpoint.keep_latest_k = True, 50, 0
     return config
 
 
 def made_up(path: str) -> Dataset:
     """Texts for torchtitan's table of data sets."""
-    words = "one job runs and the next waits behind it and the checkpoint is the baton".split()
-    return Dataset.from_dict({"text": [" ".join(words[i % 13 :] + words[: i % 7]) for i in range(1000)]})
+    words = ["one job runs", "the next waits behind it", "the checkpoint is the baton"]
+    return Dataset.from_dict({"text": [f"{words[i % 3]}, {i}, {words[i % 2]}" for i in range(1000)]})
 
 
 DATASETS["made-up"] = DatasetConfig(path="", loader=made_up, sample_processor=lambda sample: sample["text"])
@@ -60,21 +61,20 @@ DATASETS["made-up"] = DatasetConfig(path="", loader=made_up, sample_processor=la
 
 def byte_tokenizer(folder: Path) -> Path:
     """Make the files of a tokenizer whose tokens are bytes."""
-    tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # else each process had ids of its own
+    tokenizer = Tokenizer(models.BPE({each: at for at, each in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<end>"])
-    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps({"eos_token": "<end>"})}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        part = folder / f".{name}.{os.getpid()}"  # ranks write it side by side
-        part.write_text(text)
-        part.replace(folder / name)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     return folder
 
 
 if __name__ == "__main__":
     init_logger()
-    trainer = Relay(ConfigManager().parse_args(sys.argv[1:]))
+    config = ConfigManager().parse_args(sys.argv[1:])
+    config.checkpoint.last_save_model_only = False  # the run goes on from what it saves when it is asked
+    trainer = Relay(config)
     try:
         trainer.train()
     finally:

@@ -44,8 +44,7 @@ _OF_A_RANK = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK"}
 def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: str | None = None) -> Adopted:
     """Adopt the launcher at `path`. Raises ConfigError if it cannot be followed.
 
-    `environment`: variables that it finds, and its arguments as 1, 2 and so on. `site`: the run's `cluster`.
-    `checkout`: a folder in place of its own.
+    `environment`: its variables, arguments as 1, 2 and so on. `site`: the run's `cluster`. `checkout`: not its own one.
     """
     header = sbatch_options(path.read_text(encoding="utf-8", errors="replace"))
     launcher = read_launcher(path, _job_variables(header) | dict(environment))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -397,6 +398,54 @@ def test_a_pattern_has_wildcards_and_folders(tmp_path: Path, pattern: str, names
     assert all(str(Path(checkpoint.path).relative_to(tmp_path)) in names for checkpoint in whole)
 
 
+THEIRS: dict[str, tuple[dict[str, str | None], list[str], dict[str, str]]] = {
+    "NeMo": (
+        {"pattern": "*-step={iteration}-consumed_samples=*", "unfinished_when": "{name}-unfinished"},
+        [
+            "gpt--loss=2.31-epoch=0-step=20-consumed_samples=160.0/weights/.metadata",
+            "gpt--loss=2.28-epoch=0-step=40-consumed_samples=320.0/weights/.metadata",
+            "gpt--loss=2.20-epoch=0-step=60-consumed_samples=480.0/weights/__0_0.distcp",
+            "gpt--loss=2.20-epoch=0-step=60-consumed_samples=480.0-unfinished",
+        ],
+        {},
+    ),
+    "Composer": (
+        {"pattern": "ep*-ba{iteration}-rank0.pt", "tracker": "latest-rank0.pt"},
+        ["ep0-ba20-rank0.pt", "ep1-ba40-rank0.pt", "ep1-ba60-rank0.pt"],
+        {"latest-rank0.pt": "ep1-ba40-rank0.pt"},
+    ),
+    "GPT-NeoX": (
+        {"pattern": "global_step{iteration}", "tracker": "latest"},
+        [f"global_step{step}/mp_rank_00_model_states.pt" for step in (20, 40, 60)],
+        {"latest": "global_step40"},
+    ),
+}
+"""Rule, files and tracker of programs; the checkpoints of 20 and 40 are whole, that of 60 is not."""
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_checkpoints_as_other_programs_write_them(tmp_path: Path, name: str) -> None:
+    settings, files, trackers = THEIRS[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("12345")
+    for tracker, newest in trackers.items():
+        if name == "Composer":
+            (tmp_path / tracker).symlink_to(newest)
+        else:
+            (tmp_path / tracker).write_text(newest)
+    given: dict[str, Any] = {"whole_when": None} | settings
+    theirs = CheckpointRule(folder=tmp_path, **given)
+    assert [found.iteration for found in theirs.whole()] == [20, 40]
+    theirs.prepare(base=20, attempt=2)
+    assert [found.iteration for found in theirs.whole()] == [20]
+    kept = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert kept == {files[0].partition("/")[0], *trackers}
+    for tracker in trackers:
+        path = tmp_path / tracker
+        assert (os.readlink(path) if path.is_symlink() else path.read_text()) == files[0].partition("/")[0]
+
+
 def test_of_two_names_of_an_iteration_the_last_changed_counts(tmp_path: Path) -> None:
     for name, when in (("epoch=1-step=20", 100), ("epoch=0-step=20", 200)):
         (tmp_path / name).write_text("12345")
@@ -413,8 +462,19 @@ def test_a_file_beside_a_checkpoint_marks_it_as_whole_or_unfinished(tmp_path: Pa
     mark = {"whole_when": None, "unfinished_when": "{stem}-unfinished"}
     absent = CheckpointRule(folder=tmp_path, pattern="step={iteration}.ckpt", **mark)
     assert [found.iteration for found in absent.whole()] == [20, 60]
-    (said, _) = absent.prepare(base=20, attempt=2)
-    assert "step=40.ckpt ({stem}-unfinished is there) moved" in said
+    said = absent.prepare(base=20, attempt=2)
+    assert "step=40.ckpt ({stem}-unfinished is there) moved" in said[0]
+    assert {path.name for path in tmp_path.glob("step*")} == {"step=20.ckpt", "step=20.ckpt.done"}
+
+
+def test_a_mark_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    """Else the next checkpoint of that name counted as whole while it is written."""
+    for name in ("step=20.ckpt", "step=20.ckpt.done"):
+        (tmp_path / name).write_text("12345")
+    done = CheckpointRule(folder=tmp_path, pattern="step={iteration}.ckpt", whole_when="{name}.done")
+    done.prepare(base=0, attempt=2)
+    (tmp_path / "step=20.ckpt").write_text("1")
+    assert done.whole() == []
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class CheckpointRule:
         for part in self.pattern.split("/"):
             name = _expression(part)
             found = [folder / entry for folder in found for entry in _entries(folder) if name.fullmatch(entry)]
-        return sorted((int(self._digits(path.name) or 0), path) for path in found)
+        marks = {mark for path in found for mark in self._with_marks(path) if mark != path}
+        return sorted((int(self._digits(path.name) or 0), path) for path in found if path not in marks)
 
     def is_whole(self, path: Path) -> bool:
         """Return whether a checkpoint is complete by this rule."""
@@ -92,11 +93,12 @@ class CheckpointRule:
     def tracked(self) -> int | None:
         """Return the iteration that the tracker names; None without one."""
         text = self._tracker_text()
-        return None if text is None else int(text) if _is_number(text) else self._iteration(os.path.basename(text))
+        digits = text if text is None or _is_number(text) else self._digits(os.path.basename(text))
+        return None if digits is None else int(digits)
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
         """Hide everything beyond iteration `base` from the program; return one line per action."""
-        beyond = [path for iteration, path in self.every() if iteration > base]
+        beyond = [each for iteration, path in self.every() if iteration > base for each in self._with_marks(path)]
         newest = self.tracked()
         done = quarantine_checkpoints(self.folder, beyond, attempt=attempt, fault=partial(self._fault, newest=newest))
         if self.tracker is not None and (self._tracker_text() is not None or base) and newest != (base or None):
@@ -139,14 +141,16 @@ class CheckpointRule:
         except FileNotFoundError:
             return None
 
-    def _iteration(self, name: str) -> int | None:
-        digits = self._digits(name)
-        return None if digits is None else int(digits)
-
     def _digits(self, name: str) -> str | None:
         """Return the iteration in a name with its leading zeros; None if it is no checkpoint's name."""
         found = _expression(self.pattern.rpartition("/")[2]).fullmatch(name)
         return None if found is None else found[1]
+
+    def _with_marks(self, path: Path) -> list[Path]:
+        """A checkpoint and its marks beside it, in an order in which it is never complete while they are moved."""
+        whole, unfinished = (_mark(path, name or "{name}") for name in (self.whole_when, self.unfinished_when))
+        beside = (each for each in (whole, path, unfinished) if each.parent == path.parent and os.path.lexists(each))
+        return list(dict.fromkeys(beside))
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """Return the defect of a checkpoint; None without one. `newest`: the iteration that the tracker names."""
@@ -154,7 +158,7 @@ class CheckpointRule:
             return f"{self.whole_when} {what}"
         if self.unfinished_when is not None and os.path.lexists(_mark(path, self.unfinished_when)):
             return f"{self.unfinished_when} is there"
-        if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
+        if self.tracker is not None and int(self._digits(path.name) or 0) > (newest or 0):
             return f"{self.tracker} does not name it"
         return None if path.exists() else "it is missing"
 
@@ -418,10 +422,9 @@ class CommandProgram:
             return None
         if self.total_steps is not None and saved >= self.total_steps:  # also where it was asked at the last moment
             return ProgramEnding(outcome="done", words=f"the last iteration, {saved}, is saved")
-        if exit_code != 0:
-            return ProgramEnding(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
         if asked:
-            return ProgramEnding(outcome="left", words="it was asked to leave")
+            code = f" (exit code {exit_code})" if exit_code else ""
+            return ProgramEnding(outcome="left", words=f"it was asked to leave{code}")
         if self.exit_code_suffices and self.total_steps is None:
             return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
         if self._crashed():

@@ -46,10 +46,9 @@ class BashTest:
         raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
 
     def _next(self, *texts: str) -> bool:
-        if self.at < len(self.words) and self.words[self.at].text in texts:
-            self.at += 1
-            return True
-        return False
+        found = self.at < len(self.words) and self.words[self.at].text in texts
+        self.at += found
+        return found
 
     def _or(self) -> bool | None:
         return self._chain(("||", "-o"), self._and, True)

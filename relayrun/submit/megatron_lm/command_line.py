@@ -255,8 +255,8 @@ def train_iterations(merged: MergedFlags) -> tuple[int, list[int]]:
     samples, size = numbers.get("train-samples", ()), numbers.get("global-batch-size", ())
     if len(samples) == len(size) == 1 and (ramp := numbers.get("rampup-batch-size", [])) in ([], ramp[:3]):
         steps, grows = iterations_of_samples(samples[0], size[0], ramp)
-        intervals = numbers.get("save-interval", [])
-        return steps, [at for at in grows if at < steps and any(at % interval == 0 for interval in intervals)]
+        saves = numbers.get("save-interval", ())
+        return steps, [at for at in grows if at < steps and any(at % each == 0 for each in saves)]
     words = "the chain must know the last iteration, and no flag says it: --train-iters"
     hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
     if samples:
@@ -276,8 +276,8 @@ def iterations_of_samples(samples: int, size: int, ramp: Sequence[int] = ()) -> 
     except ValueError as error:
         raise ConfigError(str(error), where="rampup-batch-size", hint="give START INCREMENT SAMPLES") from None
     iterations = sizes.reaches(min(ramp[2], samples) + 1) if ramp else 0
-    grows = [each.iteration for each in sizes.runs(0, 0)[1:]]
-    return iterations + max(samples - sizes.consumed_by(iterations), 0) // size, grows
+    iterations += max(samples - sizes.consumed_by(iterations), 0) // size
+    return iterations, [each.iteration for each in sizes.runs(0, 0)[1:]]
 
 
 def _refuse_chain_flag(entry: Flag | RemovedByArgs) -> None:

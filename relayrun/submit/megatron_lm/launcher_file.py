@@ -18,7 +18,7 @@ from pathlib import Path
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 from relayrun.masking import describe_secret
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
+from relayrun.submit.megatron_lm.bash_builtins import Started, read_script
 from relayrun.submit.megatron_lm.bash_run import Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
 from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
@@ -138,9 +138,8 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot be read: {error.strerror}", where=where, hint="name a file that exists") from None
     except UnicodeDecodeError:
         raise ConfigError("is no text in UTF-8", where=path, hint="name a launcher in Bash") from None
-    except UnreadableBash:
-        words = f"is larger than {MAX_SCRIPT_BYTES >> 20} MiB, and no launcher is"
-        raise ConfigError(words, where=path, hint="name a launcher in Bash") from None
+    except UnreadableBash as error:
+        raise ConfigError(error.words, where=path, hint="name a launcher in Bash") from None
     for control, what in (("\0", "a NUL byte"), ("\r", "a carriage return, as Windows ends lines")):
         if control in text:
             line = line_number(text, text.index(control))
