@@ -298,11 +298,13 @@ def test_if_slurm_cannot_be_asked_nothing_is_prepared(
 
 def test_a_half_tokenized_dump_keeps_its_files(dataset: Path, metadata: Path, tmp_path: Path) -> None:
     prepare_dumps(dataset, metadata, n_dumps=2)
+    before = paths_files(metadata)
     write(tmp_path / "out" / "dump-1" / "00000_tokens.bin")
     (metadata / "tokenized-dir-link").symlink_to(tmp_path / "out")
-    prepare_dumps(dataset, metadata, n_dumps=2)  # the same files again are fine
-    with pytest.raises(RelayrunError, match="dump 1 is half tokenized"):
-        prepare_dumps(dataset, metadata, n_dumps=3)
+    assert [dump.index for dump in prepare_dumps(dataset, metadata, n_dumps=2)] == [1, 2, 3]
+    assert paths_files(metadata)["paths_file_1.txt"] == before["paths_file_1.txt"]
+    with pytest.raises(RelayrunError, match="dump 1 is half tokenized, and 1 of its files would be left out now"):
+        prepare_dumps(dataset, metadata, filter_out=["c.jsonl"])
 
 
 def test_the_estimate_of_hours() -> None:

@@ -76,7 +76,7 @@ def _held_out_sets(folder: str, files: Sequence[DataFile], filter_in: Sequence[s
     for split, found in splits.items():
         if split is None or len(splits) == 1 or chosen & _HELD_OUT[split]:
             continue
-        words = f"{_count(found)} of a {split} set beside other text: {_first_names([file.path for file in found])}"
+        words = f"{_count(found)} of a {split} set beside other text: {first_names([file.path for file in found])}"
         hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
         yield InputError(words, where=folder, hint=hint), "another split", found
 
@@ -144,11 +144,11 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
     `of`: the beginning of each line."""
     for why in sorted({file.why for file in inventory.left_out}):
         files = [file for file in inventory.left_out if file.why == why]
-        log.info("%sleft out, %s: %s: %s", of, why, _count(files), _first_names([file.path for file in files]))
+        log.info("%sleft out, %s: %s: %s", of, why, _count(files), first_names([file.path for file in files]))
     if twins:
         pairs = [f"{one} = {first}" for one, first in twins.items()]
         words = "%s%s files may hold the text of others (names or samples are alike): %s"
-        log.warning(words, of, f"{len(twins):,}", _first_names(pairs))
+        log.warning(words, of, f"{len(twins):,}", first_names(pairs))
 
 
 def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
@@ -156,6 +156,6 @@ def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
     return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({size:,} bytes)"
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return printable(", ".join(names[:_MOST_NAMES])) + more

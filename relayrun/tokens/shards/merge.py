@@ -75,6 +75,18 @@ def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -
     return None
 
 
+def refuse_stale_merge(output: str | os.PathLike[str], prefixes: Sequence[str]) -> None:
+    """Raise InputError if one of these shards is not in the merged shard `output` by its record."""
+    records, real_path = ShardRecords(), files.RealPathCache()
+    merged = records.of(real_path(f"{os.fspath(output)}.bin").removesuffix(".bin"))
+    for prefix in prefixes if merged is not None and merged.texts else ():
+        record = records.of(real_path(prefix + ".bin").removesuffix(".bin"))
+        if record is not None and merged is not None and record.xxh3_128.get("bin", "") not in {"", *merged.texts}:
+            words = f"it is stale: {prefix} was made again since"
+            hint = "move it, its .idx and its .record.json away, and merge again"
+            raise InputError(words, where=f"{os.fspath(output)}.bin", hint=hint)
+
+
 def _paths(prefixes: Sequence[str]) -> list[str]:
     return [prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")]
 

@@ -41,6 +41,7 @@ from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize.processes import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -77,6 +78,10 @@ class DumpsFolder:
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
+
+    def shards(self, index: int) -> Path:
+        """Return the folder of the shards of dump `index`."""
+        return self.tokenized_link.resolve() / f"dump-{index}"
 
     def pending(self) -> list[int]:
         """Return the numbers of the dumps to tokenize, ascending."""
@@ -222,23 +227,85 @@ def prepare_dumps(
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
             raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
-        done_files = [metadata.completed / f"paths_file_{index}.txt" for index in finished]
-        done = {name for file in done_files for name in inputs.read_paths_file(file)}
+        begun = _begun_dumps(metadata, dataset, files_there)
+        changed = {index: dump for index, dump in begun.items() if dump.pending or dump.stale}
+        done = {name for dump in begun.values() for name in dump.names}
         files = [file for file in found if file.path not in done]
-        if not files:
+        if not files and not changed:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
+        by_name = {file.path: file for file in found}
+        dumps = [
+            Dump(index=index, files=tuple(by_name[name] for name in dump.names if name in by_name))
+            for index, dump in changed.items()
+        ]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
+        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
-        _refuse_to_change_half_done(metadata, contents)
+        contents |= {index: inputs.paths_file_bytes(dump.names) for index, dump in changed.items()}
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
         with published_folder(metadata.dumps, replaces=_check_paths_files) as fresh:
             for index, content in contents.items():
                 write_atomic(fresh / f"paths_file_{index}.txt", content)
+        for index, dump in changed.items():  # last: until then the next prepare finds the same
+            if dump.gone:
+                from relayrun.tokens.tokenize.shard_folder import remove_inputs  # on demand: numpy
+
+                remove_inputs(metadata.shards(index), dump.gone)
+            (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BegunDump:
+    """A dump with shards: finished, or pending. `names`: its files, without those that are gone."""
+
+    names: tuple[str, ...]
+    pending: bool
+    changed: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+    @property
+    def stale(self) -> bool:
+        return bool(self.changed or self.gone)
+
+
+def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -> dict[int, _BegunDump]:
+    """Return the finished dumps and those with shards, compared with their files by the record; name what changed.
+    Raises RelayrunError if a file of a pending dump is left out now."""
+    from relayrun.tokens.tokenize.shard_folder import stale_inputs  # on demand: numpy
+
+    sizes = {file.path: file.size for file in (*there.taken, *there.left_out)}
+    taken, finished = {file.path for file in there.taken}, metadata.finished()
+    found: dict[int, _BegunDump] = {}
+    for index in sorted({*finished, *metadata.pending()}):
+        pending, folder = index not in finished, metadata.shards(index)
+        if pending and not any(folder.glob("*.bin")):
+            continue
+        paths_file = metadata.paths_file(index) if pending else metadata.completed / f"paths_file_{index}.txt"
+        names = inputs.read_paths_file(paths_file)
+        changed, gone = stale_inputs(folder, dataset, sizes)
+        if len(gone) == len(names):
+            log.warning("dump %d: all its files are gone: its shards stay", index)
+            changed, gone = [], []
+        dump = _BegunDump(
+            names=tuple(name for name in names if name not in gone),
+            pending=pending,
+            changed=tuple(changed),
+            gone=tuple(gone),
+        )
+        if pending and (left_out := [name for name in dump.names if name in sizes and name not in taken]):
+            words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
+            hint = "give the options of before, or delete the folder of its shards and its paths file"
+            raise RelayrunError(f"dump {index} is half tokenized, and {words}", where=folder, hint=hint)
+        for what, files in (("changed", changed), ("are gone", gone)):
+            if files:
+                words = "dump %d: %s of its files %s since it was tokenized, and their shards are made again: %s"
+                log.warning(words, index, f"{len(files):,}", what, inventory.first_names(files))
+        found[index] = dump
+    return found
 
 
 def _check_paths_files(dumps: Path) -> None:
@@ -256,15 +323,6 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
 def count_files_linked_twice(files: Sequence[inputs.DataFile]) -> int:
     """Count the `files` with more than one path, which are tokenized more than once."""
     return len(files) - len({file.identity for file in files})
-
-
-def _refuse_to_change_half_done(metadata: DumpsFolder, contents: dict[int, bytes]) -> None:
-    """Raise RelayrunError: the shards of a half-tokenized dump are valid only for its present paths file."""
-    for index in metadata.pending():
-        output = metadata.tokenized_link / f"dump-{index}"
-        if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
-            words = f"dump {index} is half tokenized, and would now hold other files"
-            raise RelayrunError(words, where=output, hint="finish it by submitting again, or delete this folder")
 
 
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
@@ -287,7 +345,7 @@ def merged_prefix(dataset: Path, dump: str) -> Path:
 def unmerged_dumps(dataset: Path) -> list[str]:
     """Return the names of the dumps that are not merged yet. Raises RelayrunError for torn shards, for different
     tokenizers or token types, and for lack of space."""
-    from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
+    from relayrun.tokens.shards.merge import inspect_inputs, refuse_stale_merge  # on demand: numpy
     from relayrun.tokens.shards.prefixes import find_prefixes
 
     dumps = sorted(path.name for path in dataset.glob("dump-*") if path.is_dir())
@@ -299,12 +357,14 @@ def unmerged_dumps(dataset: Path) -> list[str]:
     size = 0
     for name in dumps:
         output = merged_prefix(dataset, name)
-        if output.with_name(f"{output.name}.idx").exists():
-            log.info("%s: merged already", name)
-            continue
-        names.append(name)
         try:
-            size += inspect_inputs(find_prefixes([dataset / name], listed=True), output).bytes
+            prefixes = find_prefixes([dataset / name], listed=True)
+            if output.with_name(f"{output.name}.idx").exists():
+                refuse_stale_merge(output, prefixes)
+                log.info("%s: merged already", name)
+                continue
+            names.append(name)
+            size += inspect_inputs(prefixes, output).bytes
         except InputError as error:
             errors.append(error)
     if errors:

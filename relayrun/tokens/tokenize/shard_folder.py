@@ -24,7 +24,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
-from relayrun.tokens.readers.inputs import InputFile
+from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
@@ -344,6 +344,38 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
             write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
+
+
+def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return the inputs of the shards of `folder` that changed since they were read, and those that are gone; none
+    without a record. Local files are compared by `is_unchanged`; below a URL by `sizes`, the bytes by path."""
+    try:
+        record = FolderRecord.read(folder)
+    except (FileNotFoundError, InputError):
+        return [], []
+    known = [pair for task in record.tasks.values() for pair in zip(task.inputs, task.fingerprints, strict=True)]
+    if is_url(dataset):
+        now = [(name, sizes.get(name, 0), changed if name in sizes else -1) for (name, _, changed), _ in known]
+    else:
+        now = stat_inputs(dataset, [then[0] for then, _ in known], missing_ok=True)
+    changed, gone = [], []
+    for there, (then, digest) in zip(now, known, strict=True):
+        if there[1:] == MISSING_FILE != then[1:]:
+            gone.append(then[0])
+        elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
+            changed.append(then[0])
+    return changed, gone
+
+
+def remove_inputs(folder: str | os.PathLike[str], names: Collection[str]) -> None:
+    """Remove inputs from the record of a folder, with the shards that hold them: the next run makes these again."""
+    with file_lock(Path(folder, ".lock")):
+        record = read_json(Path(folder, FOLDER_RECORD))
+        for shard, files in record["parts"].items():
+            if kept := [name for name in files if name in names]:
+                record["parts"][shard] = [name for name in files if name not in kept]
+                record["shards"].pop(shard, None)
+        write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
 
 
 def shard_name(rank: int) -> str:
