@@ -33,8 +33,8 @@ from tests.waiting import wait_for
 def settings(tmp_path: Path) -> TokenizationSettings:
     """Two dumps of one file each, begun."""
     (tmp_path / "data").mkdir()
-    for name in "ab":
-        write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS))
+    for name, texts in (("a", TEXTS), ("b", TEXTS[::-1])):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", list(texts))
     prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=2)
     settings = TokenizationSettings(
         tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
@@ -121,5 +120,5 @@ def test_a_merged_shard_of_a_dump_that_was_made_again_is_stale(settings: Tokeniz
     write(data / "a.jsonl", "text 7")  # of the same size
     prepare_dumps(data, settings.metadata_folder)
     submit(settings)
-    with pytest.raises(RelayrunError, match="it is stale: .*00002_tokens was made again since"):
+    with pytest.raises(RelayrunError, match=r"it is stale: .*00002_tokens was made again since"):
         unmerged_dumps(settings.dataset_output)

@@ -24,6 +24,7 @@ _COLUMN_READ_AHEAD = 1 << 20
 _ROWS_READ_AHEAD = 1 << 18
 """Bytes read at a time per column."""
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _ARROW_FILE = b"ARROW1"
 """First bytes of an IPC file; an IPC stream begins differently."""
 
@@ -102,6 +103,22 @@ def read_arrow(
         array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))
         yield array
         del array
+    if not is_file:
+        _check_end_of_stream(raw, path)
+
+
+def _check_end_of_stream(raw: BinaryIO, path: str) -> None:
+    """Raise InputError unless an IPC stream that was read to `raw`'s place ends there with its mark: Arrow takes the
+    end of a torn file for the end of the stream, and does not look at a second stream behind the first."""
+    end, _ = raw.tell(), raw.seek(0)
+    mark = _STREAM_END if raw.read(4) == _STREAM_END[:4] else _STREAM_END[4:]  # without the first half until Arrow 0.15
+    raw.seek(max(0, end - len(mark)))
+    if raw.read(len(mark)) != mark:
+        words = "it may be torn: its stream of Arrow has no end mark"
+        raise InputError(words, where=printable(path), hint="fetch or write the file again")
+    if raw.read(4096).strip(b"\0"):
+        words = "there are bytes behind the end mark of its stream of Arrow, which are not read"
+        raise InputError(words, where=printable(path), hint="split the file into its streams")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
+from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.stores import urls
@@ -55,8 +56,11 @@ ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARR
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
+STATE_FILE = "state.json"
+"""Lists the files of a data set that Hugging Face's datasets saved."""
+
 METADATA_FILE_NAMES = (
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
     *("inventory.jsonl", "dump-sizes.json"),
 )
 """Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
@@ -238,7 +242,31 @@ def take_inventory(
     why = "other content than its name"
     left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
     taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
+    for file in [file for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]:
+        taken, more = _by_state_file(place, file.path, taken)
+        left += more
     return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
+
+
+def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[DataFile], list[LeftOutFile]]:
+    """Leave out the .arrow files beside a `state.json` that it does not list, which are of an earlier set or a cache;
+    its missing files are refused."""
+    folder = os.path.dirname(path)
+    try:
+        state = read_json(os.path.join(place, path))
+        listed = {os.path.join(folder, file["filename"]) for file in state["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):  # of another program
+        return taken, []
+    stale = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
+    there = {file.path for file in stale}
+    stale = {file for file in stale if file.path not in listed}
+    left = [LeftOutFile(path=file.path, size=file.size, why=f"not listed in {STATE_FILE}") for file in stale]
+    for name in sorted(listed):
+        if name not in there and not os.path.lexists(os.path.join(place, name)):
+            hint = "fetch the data set again, or leave it out with --filter-out"
+            fault = InputError(f"{STATE_FILE} lists this file, which is missing", where=f"{place}/{name}", hint=hint)
+            left.append(LeftOutFile(path=name, size=0, why="missing", fault=fault))
+    return [file for file in taken if file not in stale], left
 
 
 def by_path(file: DataFile | LeftOutFile) -> bytes:

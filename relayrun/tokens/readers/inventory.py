@@ -13,14 +13,18 @@ import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from relayrun.errors import InputError
+import xxhash
+
+from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.inputs import DataFile, Inventory, LeftOutFile, by_path, data_suffixes
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ _HELD_OUT = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
-_SAMPLE_BYTES, _MOST_NAMES = 4096, 3
+_SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
 
 
 def held_out_split(path: str) -> str | None:
@@ -98,6 +102,43 @@ def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
             log.warning("%s: %d of the %d files of this set are missing", names, of - len(found), of)
 
 
+def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = ()) -> tuple[Inventory, dict[str, str]]:
+    """Leave out each file that holds the text of another one: the same bytes, or the same after decompression. Returns
+    also the suspects, by path of the other file: below a URL, which is not read, and files that cannot be read, they
+    are taken. Of the same files one of `known` stays, or the shortest name."""
+    twins = find_twins(folder, sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path))))
+    if urls.is_url(folder):
+        return inventory, twins
+    places = sorted({path for pair in twins.items() for path in pair})
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
+    for path, first in [*twins.items()]:
+        alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
+        if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
+            del twins[path]
+    why = "same content as another file"
+    same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
+    left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
+    taken = tuple(file for file in inventory.taken if file.path not in same)
+    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
+
+
+def _text_checksum(path: str) -> str | None:
+    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
+    try:
+        if file_compression(path) is None:
+            return file_checksum(path)
+        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
+
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+            while piece := text.read(1 << 20):
+                digest.update(piece)
+        return digest.hexdigest()
+    except (OSError, RelayrunError, ImportError):
+        return None
+
+
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
     same size and the same bytes at three places. Links to one file are no twins. Below a URL names are compared."""
@@ -107,7 +148,7 @@ def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     for file in files:
         keys: list[str | bytes] = [file.path.rpartition(".")[0] if file_compression(file.path) else file.path]
         if sizes[file.size] > 1 and not urls.is_url(folder):
-            keys.append(_sample(os.path.join(folder, file.path), file.size))
+            keys.insert(0, _sample(os.path.join(folder, file.path), file.size))
         for first in (firsts.setdefault(key, file) for key in keys):
             if first.identity != file.identity:
                 twins.setdefault(file.path, first.path)
@@ -134,7 +175,7 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
     for file, line in zip(files, lines, strict=True):
         if isinstance(file, LeftOutFile):
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
-        elif file.path in twins:
+        if file.path in twins:
             line["same_as"] = twins[file.path]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
@@ -142,13 +183,14 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:
     """Log a line for each reason with the files that are left out, and a warning of files that may be there twice.
     `of`: the beginning of each line."""
+    pairs = {path: f"{path} = {first}" for path, first in twins.items()}
     for why in sorted({file.why for file in inventory.left_out}):
         files = [file for file in inventory.left_out if file.why == why]
-        log.info("%sleft out, %s: %s: %s", of, why, _count(files), first_names([file.path for file in files]))
-    if twins:
-        pairs = [f"{one} = {first}" for one, first in twins.items()]
+        names = first_names([pairs.pop(file.path, file.path) for file in files])
+        log.info("%sleft out, %s: %s: %s", of, why, _count(files), names)
+    if pairs:
         words = "%s%s files may hold the text of others (names or samples are alike): %s"
-        log.warning(words, of, f"{len(twins):,}", first_names(pairs))
+        log.warning(words, of, f"{len(pairs):,}", first_names([*pairs.values()]))
 
 
 def _count(files: Sequence[DataFile | LeftOutFile]) -> str:

@@ -21,7 +21,7 @@ from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
 from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format, find_data_files, take_inventory
-from relayrun.tokens.readers.inventory import find_twins, log_inventory, set_faults
+from relayrun.tokens.readers.inventory import leave_out_twins, log_inventory, set_faults
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
@@ -130,8 +130,8 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
 
 def _files_below(folder: str, where: str, *, skip_files: bool) -> list[tuple[str, int]]:
     """Return path and bytes of the files below a folder or URL; log what is left out. Raises InputError if refused."""
-    there = take_inventory(folder)
-    log_inventory(there, find_twins(folder, there.taken), of=f"{where}: ")
+    there, twins = leave_out_twins(folder, take_inventory(folder))
+    log_inventory(there, twins, of=f"{where}: ")
     there.refuse(dead_links_only=skip_files)
     for fault, _, _ in set_faults(folder, there.taken):
         log.warning("%s: %s", where, fault.message)

@@ -214,22 +214,22 @@ def prepare_dumps(
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
-    found = files_there.taken
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
         metadata.refuse_live_jobs()
-        twins = inventory.find_twins(dataset, found)
-        inventory.write_inventory(metadata.inventory, files_there, twins)
-        inventory.log_inventory(files_there, twins)
-        files_there.refuse()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
             raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
         begun = _begun_dumps(metadata, dataset, files_there)
-        changed = {index: dump for index, dump in begun.items() if dump.pending or dump.stale}
         done = {name for dump in begun.values() for name in dump.names}
+        files_there, twins = inventory.leave_out_twins(dataset, files_there, done)
+        found = files_there.taken
+        inventory.write_inventory(metadata.inventory, files_there, twins)
+        inventory.log_inventory(files_there, twins)
+        files_there.refuse()
+        changed = {index: dump for index, dump in begun.items() if dump.pending or dump.stale}
         files = [file for file in found if file.path not in done]
         if not files and not changed:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
@@ -277,7 +277,7 @@ def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -
     Raises RelayrunError if a file of a pending dump is left out now."""
     from relayrun.tokens.tokenize.shard_folder import stale_inputs  # on demand: numpy
 
-    sizes = {file.path: file.size for file in (*there.taken, *there.left_out)}
+    sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
     taken, finished = {file.path for file in there.taken}, metadata.finished()
     found: dict[int, _BegunDump] = {}
     for index in sorted({*finished, *metadata.pending()}):
