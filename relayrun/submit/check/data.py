@@ -33,7 +33,7 @@ from relayrun.tokens.shards.checks import (
     iterate_data_sets,
     shard_tokenizer_errors,
 )
-from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import ShardRecords
 from relayrun.tokens.stores.urls import is_url
@@ -218,6 +218,11 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return manifest
     _check_shards(config, manifest, findings)
+    together = [manifest.datasets[name] for name in config.data.sources]
+    prefixes = [shard.prefix for dataset in together for shard in dataset.shards]
+    if (doubled := doubled_texts(prefixes, [file for dataset in together for file in dataset.files])) is not None:
+        remedy = "leave one of them out, or give it more weight if it is meant"
+        findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -330,6 +331,31 @@ def check_held_out(
             there = "" if shared[first] == first else f", whose text is that of {shared[first]}"
             words = f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}"
             raise InputError(words, where=first, hint="held-out data must not be trained on: mend one set")
+
+
+def doubled_texts(prefixes: Sequence[str], files: Iterable[TextFileEntry] = (), *, refuse: bool = False) -> str | None:
+    """Describe the shards and raw files of training whose text also stands in another one of them; None if there are
+    none, or only passes of a mixture. `refuse`: raise InputError where checksums of tokens are the same; of the same raw
+    file another column may have been read, and shards without a checksum are compared by their ends."""
+    records = ShardRecords()
+    texts = records.texts(prefixes)
+    for file in files:
+        whole = f"xxh3-128:{file.content}" if file.content else ""
+        texts[file.path] = records.texts_of_file(file.path, file.size, whole)
+    first: dict[str, str] = {}
+    pairs: dict[str, str] = {}
+    for name, known in texts.items():
+        for text in known:
+            if (other := first.setdefault(text, name)) != name and not is_repeated_pass(name, other):
+                pairs[name] = other
+                if refuse and re.fullmatch("[0-9a-f]{32}", text):  # a checksum of tokens
+                    hint = "leave one of them out; text is repeated by the weights of a mixture"
+                    raise InputError(f"its text also stands in {other}", where=name, hint=hint)
+    if not pairs:
+        return None
+    shown = ", ".join(f"{name} has text of {other}" for name, other in [*pairs.items()][:3])
+    more = f" and {len(pairs) - 3:,} more" if len(pairs) > 3 else ""
+    return f"text stands twice in the data, and is trained on twice as often as the rest: {shown}{more}"
 
 
 def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
