@@ -223,6 +223,7 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
     if (doubled := doubled_texts(prefixes, [file for dataset in together for file in dataset.files])) is not None:
         remedy = "leave one of them out, or give it more weight if it is meant"
         findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
+    _check_frames(config, manifest, findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -278,6 +279,37 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
             f"{count_noun(len(every) - len(manifest.validation), 'data set')} and "
             f"{count_noun(len(manifest.validation), 'validation set')}",
         )
+
+
+def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+    """Warn of documents that begin or end with a token twice or never, by what the records of the shards say."""
+    data, records, real_path = config.data, ShardRecords(), RealPathCache()
+    cuts = {f"data set {name!r}": (manifest.datasets[name], data.cut_by_document.get(name)) for name in data.sources}
+    held_out = {f"validation {name!r}": (shards, data.validation_cut) for name, shards in manifest.validation.items()}
+    for what, (shards, cut) in (cuts | held_out).items():
+        known = (records.of(real_path(shard.prefix + ".bin").removesuffix(".bin")) for shard in shards.shards)
+        frames = {(each.made.bos, each.made.eos) for each in known if each is not None and each.made is not None}
+        if len(frames) > 1:
+            words = "some documents begin or end with another token than the others, or with none, by their records"
+            findings.warn("data.frames", f"{what}: {words}", remedy="tokenize all of them alike")
+        end = None if cut is None or cut.eos is False else manifest.eod if cut.eos is True else cut.eos
+        for bos, eos in sorted(frames, key=str):
+            remedy, words = "set document_window.drop_eod: true", ""
+            if cut is None:
+                words = "no token ends the documents, which follow each other in a sample" if eos is None else ""
+                remedy = "tokenize them with --append-eod, or use data.order: document-window"
+            elif eos is None and cut.drop_eod:
+                words, remedy = (
+                    "drop_eod asks for a token at the end of each document, and there is none",
+                    "set it false",
+                )
+            elif eos is not None and not cut.drop_eod and eos == end:
+                words = f"document_window.eos puts the token {eos} behind documents that end with it already"
+            elif bos is not None and bos == cut.bos:
+                words = f"document_window.bos puts the token {bos} before documents that begin with it already"
+                remedy = "leave document_window.bos out, or tokenize them without --bos"
+            if words:
+                findings.warn("data.frames", f"{what}: {words}", setting="data.document_window", remedy=remedy)
 
 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:

@@ -209,6 +209,8 @@ def _common_tokenizer(
             what = "another tokenizer made this shard than"
         elif made.eos != other.eos:
             what = f"documents end with {_describe_token(made.eos)} here, with {_describe_token(other.eos)} in"
+        elif made.bos != other.bos:
+            what = f"documents begin with {_describe_token(made.bos)} here, with {_describe_token(other.bos)} in"
         else:
             continue
         raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")

@@ -49,6 +49,8 @@ class TokenizerRecord:
     """Entries of the vocabulary."""
     eos: int | None
     """Id that ends every document; None: no id does."""
+    bos: int | None = None
+    """Id that begins every document; None: no id does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +138,8 @@ def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
     try:
         record: Any = read_json(os.path.join(folder, FOLDER_RECORD))
         settings, known, dataset = record["settings"], record["tokenizer"], record["source"]["dataset"]
-        made = TokenizerRecord(
-            fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], eos=settings["eos"]
-        )
+        ends = {"eos": settings["eos"], "bos": settings.get("bos")}
+        made = TokenizerRecord(fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], **ends)
         return {
             name: ShardRecord(
                 made=made,
