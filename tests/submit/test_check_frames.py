@@ -52,7 +52,7 @@ def record(workspace: Workspace, folder: str = "data", **settings: Any) -> None:
         ({"eos": 0, "bos": 5}, {"drop_eod": True}, "document_window.bos puts the token 5 before documents that begin"),
         ({"eos": 0, "bos": 6}, {"drop_eod": True}, None),
         ({"eos": None}, {}, None),
-        ({"eos": None}, {"drop_eod": True}, "drop_eod asks for a token at the end of each document"),
+        ({"eos": None}, {"drop_eod": True}, "drop_eod asks for a token at the end of documents"),
     ],
 )
 def test_a_token_that_would_stand_twice_or_nowhere_is_a_warning(

@@ -291,6 +291,28 @@ def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pyte
     assert "web: 1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text
 
 
+def test_a_pattern_of_a_stream_finds_what_a_folder_would(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    files = {"a.jsonl": LINE, "b.jsonl": LINE * 2, "copy.jsonl": LINE, "_tmp/c.jsonl": LINE * 3, "empty.jsonl": b""}
+    data = write(tmp_path / "_mine" / "data", files)
+
+    def found(pattern: str) -> list[str]:
+        source = DataSource(source="jsonl", path=pattern, weight=1)
+        return [os.path.relpath(file.path, data) for file in find_text_files(source, "web")]
+
+    assert found(f"{data}/*.jsonl") == found(f"{data}/**/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert found(str(data)) == ["a.jsonl", "b.jsonl"]
+    assert "web: left out, same content as another file: 1 file (16 bytes): copy.jsonl = a.jsonl" in caplog.text
+    assert "web: left out, hidden or temporary: 1 file (48 bytes): _tmp/c.jsonl" in caplog.text
+    assert found(f"{data}/_*/*.jsonl") == ["_tmp/c.jsonl"]  # spelled out
+    write(data, {"test-0.jsonl": LINE * 4})
+    assert "test-0.jsonl" in found(f"{data}/*.jsonl")
+    assert "of a test set beside other text" in caplog.text
+    write(data, {"page.jsonl": PAGE})
+    with pytest.raises(InputError, match=r"page\.jsonl: a page of HTML"):
+        found(f"{data}/*.jsonl")
+
+
 def test_own_files_and_files_in_place_of_folders(tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"a.jsonl": LINE})
     for _ in range(2):

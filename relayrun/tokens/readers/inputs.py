@@ -216,18 +216,22 @@ def find_data_files(
 
 
 def take_inventory(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+    folder: str | os.PathLike[str],
+    *,
+    filter_in: Sequence[str] = (),
+    filter_out: Sequence[str] = (),
+    names: Sequence[str] | None = None,
 ) -> Inventory:
-    """Return all files below `folder`, local or a URL that fsspec knows: the data files, and the others with the
-    reason. A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`,
-    if given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. The first bytes
-    of local files are compared with their names; below a URL the reader does that. Raises InputError if the folder is
-    missing or cannot be listed."""
+    """Return all files below `folder`, local or a URL that fsspec knows, or only local `names` there: the data files,
+    and the others with the reason. A file is kept if its path below `folder` (links not resolved, case-sensitive)
+    contains any of `filter_in`, if given, and none of `filter_out`. Links in a local folder are followed, except to a
+    parent folder. The first bytes of local files are compared with their names; below a URL the reader does that.
+    Raises InputError if the folder is missing or cannot be listed."""
     place, suffixes = urls.absolute_path(folder), data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):
-        for file, why, fault in _list_url_files(place) if urls.is_url(place) else _list_local_files(place):
+        for file, why, fault in _list_files(place, names):
             count(1)
             if by_name := _why_left_out(file.path, suffixes, filter_in, filter_out):
                 why, fault = by_name, None
@@ -242,8 +246,9 @@ def take_inventory(
     why = "other content than its name"
     left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
     taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
-    for file in [file for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]:
-        taken, more = _by_state_file(place, file.path, taken)
+    states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
+    for path in states:
+        taken, more = _by_state_file(place, path, taken)
         left += more
     return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
 
@@ -289,8 +294,13 @@ def _content_fault(place: str, file: DataFile) -> InputError | None:
 _Found = tuple[DataFile, str | None, InputError | None]
 
 
-def _list_url_files(url: str) -> Iterator[_Found]:
-    return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(url))
+def _list_files(place: str, names: Sequence[str] | None) -> Iterator[_Found]:
+    if urls.is_url(place):
+        return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(place))
+    if names is None:
+        return _list_local_files(place)
+    found = ((name, os.stat(os.path.join(place, name))) for name in names)
+    return ((DataFile(path=n, size=s.st_size, identity=(s.st_dev, s.st_ino)), None, None) for n, s in found)
 
 
 def _list_local_files(folder: str) -> Iterator[_Found]:

@@ -335,8 +335,8 @@ def check_held_out(
 
 def doubled_texts(prefixes: Sequence[str], files: Iterable[TextFileEntry] = (), *, refuse: bool = False) -> str | None:
     """Describe the shards and raw files of training whose text also stands in another one of them; None if there are
-    none, or only passes of a mixture. `refuse`: raise InputError where checksums of tokens are the same; of the same raw
-    file another column may have been read, and shards without a checksum are compared by their ends."""
+    none, or only passes of a mixture. `refuse`: raise InputError where checksums of tokens are the same; of a raw file
+    another column may have been read, and shards without a checksum are compared by their ends."""
     records = ShardRecords()
     texts = records.texts(prefixes)
     for file in files:

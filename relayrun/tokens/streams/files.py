@@ -23,7 +23,7 @@ from relayrun.tokens.readers.columns import check_column, read_column
 from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format, find_data_files, take_inventory
 from relayrun.tokens.readers.inventory import leave_out_twins, log_inventory, set_faults
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
-from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
+from relayrun.tokens.shards.prefixes import escape_literal_front, literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
@@ -128,9 +128,12 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _files_below(folder: str, where: str, *, skip_files: bool) -> list[tuple[str, int]]:
-    """Return path and bytes of the files below a folder or URL; log what is left out. Raises InputError if refused."""
-    there, twins = leave_out_twins(folder, take_inventory(folder))
+def _files_below(
+    folder: str, where: str, *, skip_files: bool, names: Sequence[str] | None = None
+) -> list[tuple[str, int]]:
+    """Return path and bytes of the files below a folder or URL, or only of `names`; log what is left out. Raises
+    InputError if refused."""
+    there, twins = leave_out_twins(folder, take_inventory(folder, names=names))
     log_inventory(there, twins, of=f"{where}: ")
     there.refuse(dead_links_only=skip_files)
     for fault, _, _ in set_faults(folder, there.taken):
@@ -144,16 +147,20 @@ def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]
     below = partial(_files_below, where=where, skip_files=skips)
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
-    found = []
+    front = os.path.abspath(literal_front(path)) if is_pattern else ""
+    found, names = [], []
     for match in map(urls.resolve_url_link, places):
         if urls.is_url(match):
             found += _below_url(match, below)
         elif os.path.isdir(match):
             found += below(os.path.abspath(match))
+        elif os.path.isfile(match) and is_pattern and re.search(r"(^|/)[._]", path[len(literal_front(path)) :]) is None:
+            names.append(os.path.relpath(match, front))  # by the rules of a folder, but for what the pattern spells out
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
+    found += below(front, names=names) if names else []
     fitting = [(file, size) for file, size in found if file_format(file) is wanted]
     others = sorted({file_format(file).name for file, _ in found} - {wanted.name})
     if fitting and others:
