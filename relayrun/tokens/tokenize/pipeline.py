@@ -21,6 +21,7 @@ from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inpu
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.losses import TextLosses
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
@@ -49,6 +50,7 @@ class TokenizeResult:
     skipped_files: int
     bad_lines: dict[str, int]
     """Skipped lines by reason."""
+    losses: TextLosses
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -110,12 +112,14 @@ def tokenize_paths_file(
                 process_engine(context.definition, context.fingerprint, context.selection)
                 _run_tasks(folder, todo, context, workers)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
+    if (lost := result.losses.warning(result.tokens)) is not None:
+        log.warning("%s: %s", output, lost)
     if not result.documents:
         raise InputError(
             f"no document with text in {len(names):,} files, so there is no shard: "
             f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
             where=paths_file,
-            hint=f"is {options.column!r} the column of the text?",
+            hint=lost or f"is {options.column!r} the column of the text?",
         )
     return result
 
@@ -225,6 +229,7 @@ def _result(
         routed_documents=sum(task.routed_documents for task in tasks),
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
+        losses=TextLosses(**{name: sum(getattr(task, name) for task in tasks) for name in shard_folder.LOSSES}),
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,

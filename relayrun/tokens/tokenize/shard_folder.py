@@ -36,6 +36,7 @@ from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
+from relayrun.tokens.tokenize.encode.losses import TextLosses
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
 
 PROGRESS_FOLDER = ".progress"
@@ -125,6 +126,10 @@ class SkippedFile:
     """In few words, for counting."""
 
 
+LOSSES = ("unknown_ids", "lost_letters", "lost_documents")
+_COUNTS = ("rows", "documents", "empty_documents", "null_documents", *LOSSES)
+
+
 @dataclass(kw_only=True)
 class TaskRecord:
     """Result of one task; `tokens` is 0 if it has no shard."""
@@ -132,14 +137,22 @@ class TaskRecord:
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
     """The fingerprint of each input, see `file_content_hash`; empty for a skipped file."""
+    rows: int = 0
+    """Rows or lines with a text or a null."""
     documents: int = 0
     file_documents: list[int] = field(default_factory=list)
     """Documents of each input."""
+    file_rows: list[int] = field(default_factory=list)
+    """Rows or lines of each input, also those that gave no document."""
     tokens: int = 0
     largest_id: int | None = None
     """The largest id in the shard; None if the shard is empty."""
     empty_documents: int = 0
     null_documents: int = 0
+    unknown_ids: int = 0
+    lost_letters: int = 0
+    lost_documents: int = 0
+    """What the tokenizer lost, see `TextLosses`."""
     routed_documents: int = 0
     """Documents that went to the reference instead of the fast engine."""
     engine: str = ""
@@ -157,12 +170,16 @@ class TaskRecord:
     """Seconds since 1970."""
     seconds: float = 0.0
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the documents of all three kinds, for `restore`."""
-        return self.documents, self.empty_documents, self.null_documents
+    def counts(self) -> dict[str, int]:
+        """Return the counts of documents and losses, for `restore`."""
+        return {name: getattr(self, name) for name in _COUNTS}
 
-    def restore(self, counts: tuple[int, int, int]) -> None:
-        self.documents, self.empty_documents, self.null_documents = counts
+    def restore(self, counts: Mapping[str, int]) -> None:
+        vars(self).update(counts)
+
+    def add_losses(self, losses: TextLosses) -> None:
+        for name in LOSSES:
+            setattr(self, name, getattr(self, name) + getattr(losses, name))
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
