@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
@@ -122,3 +124,40 @@ def test_a_merged_shard_of_a_dump_that_was_made_again_is_stale(settings: Tokeniz
     submit(settings)
     with pytest.raises(RelayrunError, match=r"it is stale: .*00002_tokens was made again since"):
         unmerged_dumps(settings.dataset_output)
+
+
+def test_rows_that_are_expected_are_compared_with_rows_that_are_tokenized(
+    settings: TokenizationSettings, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> dict[str, Any]:
+        text = (Path(settings.metadata_folder) / "inventory.jsonl").read_text()
+        return {line["path"]: line for line in map(json.loads, text.splitlines())}
+
+    assert {name: line["rows"] for name, line in lines().items()} == {"a.jsonl": 1, "b.jsonl": 2, "c.jsonl": 3}
+    saved = data / "saved"
+    for number, texts in enumerate((["one more", ""], [None, "and more"])):
+        write_stream(saved / f"data-0000{number}-of-00002.arrow", texts)
+    files = [{"filename": file.name} for file in sorted(saved.iterdir())]
+    (saved / "state.json").write_text(json.dumps({"_data_files": files, "_split": "train"}))
+    for expected in (4, 5):
+        splits = {"train": {"num_examples": expected}}
+        (saved / "dataset_info.json").write_text(json.dumps({"splits": splits}))
+        if expected == 4:
+            prepare_dumps(data, settings.metadata_folder)
+        else:  # its files are as they were
+            DumpsFolder(settings.metadata_folder).reopen(1)
+        submit(settings)
+        found = lines()
+        assert (found["saved/state.json"]["rows"], found["saved/state.json"]["expected_rows"]) == (4, expected)
+        assert found["saved/data-00000-of-00002.arrow"]["rows"] == 2
+        assert ("saved/state.json: 4 rows were tokenized, and dataset_info.json says 5" in caplog.text) == (
+            expected == 5
+        )
+    assert lines()["b.jsonl"]["rows"] == 2  # also after another prepare
+
+
+def write_stream(file: Path, texts: list[str | None]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    table = pa.table({"text": pa.array(texts, pa.string())})
+    with pa.ipc.new_stream(str(file), table.schema) as writer:
+        writer.write_table(table)

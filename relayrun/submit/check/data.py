@@ -17,7 +17,7 @@ from pathlib import Path
 from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.files import RealPathCache, read_json
+from relayrun.files import read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
 from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
@@ -283,11 +283,11 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Warn of documents that begin or end with a token twice or never, by what the records of the shards say."""
-    data, records, real_path = config.data, ShardRecords(), RealPathCache()
+    data, records = config.data, ShardRecords()
     cuts = {f"data set {name!r}": (manifest.datasets[name], data.cut_by_document.get(name)) for name in data.sources}
     held_out = {f"validation {name!r}": (shards, data.validation_cut) for name, shards in manifest.validation.items()}
     for what, (shards, cut) in (cuts | held_out).items():
-        known = (records.of(real_path(shard.prefix + ".bin").removesuffix(".bin")) for shard in shards.shards)
+        known = (records.of(shard.prefix) for shard in shards.shards)
         frames = {(each.made.bos, each.made.eos) for each in known if each is not None and each.made is not None}
         if len(frames) > 1:
             words = "some documents begin or end with another token than the others, or with none, by their records"
@@ -350,12 +350,12 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
 
 def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
-    records, real_path, size = ShardRecords(), RealPathCache(), manifest.vocabulary_size
+    records, size = ShardRecords(), manifest.vocabulary_size
     known = 0
     unknown: list[str] = []
     for what, shards in iterate_data_sets(manifest, None):
         for shard in shards.shards:
-            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            record = records.of(shard.prefix)
             largest = None if record is None else record.largest_id
             if largest is None:
                 unknown.append(shard.prefix)

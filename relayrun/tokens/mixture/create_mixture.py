@@ -92,8 +92,8 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
     records = ShardRecords()
     first: tuple[str, TokenizerRecord] | None = None
     for dataset in datasets:
-        for shard, real in zip(dataset.shards, dataset.bin_paths, strict=True):
-            record = records.of(real.removesuffix(".bin"))
+        for shard in dataset.shards:
+            record = records.of(shard.prefix)
             if record is None or record.made is None:
                 continue
             first = first or (shard.prefix, record.made)

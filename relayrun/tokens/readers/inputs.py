@@ -257,10 +257,7 @@ def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[D
     """Leave out the .arrow files beside a `state.json` that it does not list, which are of an earlier set or a cache;
     its missing files are refused."""
     folder = os.path.dirname(path)
-    try:
-        state = read_json(os.path.join(place, path))
-        listed = {os.path.join(folder, file["filename"]) for file in state["_data_files"]}
-    except (OSError, ValueError, KeyError, TypeError):  # of another program
+    if not (listed := saved_rows(place, path)[1]):
         return taken, []
     stale = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
     there = {file.path for file in stale}
@@ -272,6 +269,19 @@ def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[D
             fault = InputError(f"{STATE_FILE} lists this file, which is missing", where=f"{place}/{name}", hint=hint)
             left.append(LeftOutFile(path=name, size=0, why="missing", fault=fault))
     return [file for file in taken if file not in stale], left
+
+
+def saved_rows(place: str, path: str) -> tuple[int | None, list[str]]:
+    """Return the rows of a saved data set as its publisher counted them (`dataset_info.json`), None if unknown, and
+    the paths of its files as the state file at `path` below `place` lists them; none if it is of another program."""
+    folder, files = os.path.dirname(path), []
+    try:
+        state = read_json(os.path.join(place, path))
+        files = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+        info = read_json(os.path.join(place, folder, "dataset_info.json"))
+        return int(info["splits"][state["_split"]]["num_examples"]), files
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, files
 
 
 def by_path(file: DataFile | LeftOutFile) -> bytes:

@@ -13,16 +13,25 @@ import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokens.readers.contents import file_compression
-from relayrun.tokens.readers.inputs import DataFile, Inventory, LeftOutFile, by_path, data_suffixes
+from relayrun.tokens.readers.inputs import (
+    STATE_FILE,
+    DataFile,
+    Inventory,
+    LeftOutFile,
+    by_path,
+    data_suffixes,
+    saved_rows,
+)
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
@@ -169,7 +178,8 @@ def _sample(path: str, size: int) -> bytes:
 
 def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
     """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
-    `same_as` of a file that may hold the text of another one."""
+    `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size."""
+    before = _read_inventory(path)
     files: list[DataFile | LeftOutFile] = [*inventory.taken, *inventory.left_out]
     lines = [{"path": file.path, "bytes": file.size, "taken": isinstance(file, DataFile)} for file in files]
     for file, line in zip(files, lines, strict=True):
@@ -177,7 +187,38 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
         if file.path in twins:
             line["same_as"] = twins[file.path]
+        if (known := before.get(file.path, {})).get("bytes") == file.size:
+            line |= {name: known[name] for name in ("rows", "expected_rows") if name in known}
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def _read_inventory(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return {line["path"]: line for line in map(json.loads, path.read_bytes().splitlines())}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # of an earlier version, or damaged
+        return {}
+
+
+def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
+    """Add the tokenized `rows` of files to a written inventory. Warns of a saved data set (`state.json`) whose files
+    are all tokenized and have other rows than its publisher counted."""
+    lines = _read_inventory(path)
+    for name in rows.keys() & lines.keys():
+        lines[name]["rows"] = rows[name]
+    for name, line in lines.items():
+        if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
+            expected, files = saved_rows(folder, name)
+            found = [lines[file].get("rows") for file in files if file in lines]
+            if expected is not None and None not in found:
+                line["rows"], line["expected_rows"] = sum(found), expected
+                if sum(found) != expected:
+                    words = (
+                        "%s: %s rows were tokenized, and dataset_info.json says %s: fetch the data set again, unless"
+                    )
+                    log.warning(
+                        f"{words} rows were filtered before it was saved", name, f"{sum(found):,}", f"{expected:,}"
+                    )
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:

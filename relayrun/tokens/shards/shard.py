@@ -89,8 +89,9 @@ class ShardRecords:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
         self._real_path = RealPathCache()
 
-    def of(self, real_prefix: str) -> ShardRecord | None:
-        """Return the record of the shard whose .bin is the real file `real_prefix`.bin; None if there is no record."""
+    def of(self, prefix: str) -> ShardRecord | None:
+        """Return the record of the shard `prefix`, beside its real .bin; None if there is no record."""
+        real_prefix = self._real_path(prefix + ".bin").removesuffix(".bin")
         folder, name = os.path.split(real_prefix)
         if folder not in self._folders:
             self._folders[folder] = _read_folder_record(folder), _list_shard_records(folder)

@@ -51,6 +51,8 @@ class TokenizeResult:
     bad_lines: dict[str, int]
     """Skipped lines by reason."""
     losses: TextLosses
+    rows: dict[str, int]
+    """Rows of each file."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -230,6 +232,7 @@ def _result(
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=TextLosses(**{name: sum(getattr(task, name) for task in tasks) for name in shard_folder.LOSSES}),
+        rows={file[0]: rows for task in tasks for file, rows in zip(task.inputs, task.file_rows, strict=False)},
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,
