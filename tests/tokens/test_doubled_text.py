@@ -54,8 +54,7 @@ def test_every_command_on_shards_names_text_that_stands_twice(
     assert main(["mixture", "create", *folders, "--output", str(data / "new")]) == 1
     assert main(["dumps", "merge", "--input", *folders[1:3], "--output-prefix", str(data / "new")]) == 1
     err = capfd.readouterr().err
-    words = "this shard stands in the mixture twice" if beside == "mixture" else "its text also stands in"
-    assert words in err
+    assert "its text also stands in" in err
     assert not (data / "new").exists()
     assert not (data / "new.bin").exists()
 

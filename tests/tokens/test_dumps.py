@@ -14,7 +14,6 @@ from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
     DumpsFolder,
-    count_files_linked_twice,
     dump_size,
     estimated_hours,
     prepare_dumps,
@@ -63,13 +62,14 @@ def test_all_kinds_of_files_are_found_in_any_case_and_nothing_else(tmp_path: Pat
 
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere" / "x.parquet")
-    write(tmp_path / "data" / "sub" / "y.parquet")
+    write(tmp_path / "data" / "sub" / "y.parquet", 2)
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "z.parquet").symlink_to(tmp_path / "elsewhere" / "x.parquet")
     (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
     found = find_data_files(tmp_path / "data")
     assert [file.path for file in found] == ["linked/x.parquet", "sub/y.parquet", "z.parquet"]
-    assert count_files_linked_twice(found) == 1
+    (dump,) = prepare_dumps(tmp_path / "data", tmp_path / "meta")
+    assert [file.path for file in dump.files] == ["sub/y.parquet", "z.parquet"]
 
 
 def test_a_link_that_leads_nowhere_is_an_error_unless_it_is_filtered_out(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_filters_look_at_the_path_below_the_folder_case_sensitive_and_links_not_
 
 def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
     sizes = {"a": 7, "b": 7, "c": 6, "d": 5, "e": 4, "f": 0, "g": 0}
-    files = [DataFile(path=path, size=size, identity=(0, 0)) for path, size in sizes.items()]
+    files = [DataFile(path=path, size=size) for path, size in sizes.items()]
     assert [[file.path for file in dump.files] for dump in split_files(files, 3)] == [
         ["a", "e"],
         ["b", "f", "g"],
@@ -106,7 +106,7 @@ def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
 
 @pytest.mark.alone
 def test_100_000_files_are_split_in_seconds() -> None:
-    files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003, identity=(0, i)) for i in range(100_000)]
+    files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003) for i in range(100_000)]
     start = time.monotonic()
     dumps = split_files(files, 1000)
     assert time.monotonic() - start < 5

@@ -207,9 +207,9 @@ def test_a_file_of_the_same_content_as_another_is_left_out(tmp_path: Path, caplo
     write(data, {"a.jsonl": text, "a (1).jsonl": text, "a.jsonl.gz": gzip.compress(text), "b.jsonl": other[::-1]})
     write(data, {"c.jsonl": other, "b.jsonl.gz": gzip.compress(LINE)})
     (data / "link.jsonl").symlink_to("b.jsonl")
-    assert prepared(data) == ["a.jsonl", "b.jsonl", "b.jsonl.gz", "c.jsonl", "link.jsonl"]
-    assert "left out, same content as another file: 2 files (" in caplog.text
-    assert "bytes): a (1).jsonl = a.jsonl, a.jsonl.gz = a.jsonl" in caplog.text
+    assert prepared(data) == ["a.jsonl", "b.jsonl", "b.jsonl.gz", "c.jsonl"]
+    assert "left out, same content as another file: 3 files (" in caplog.text
+    assert "bytes): a (1).jsonl = a.jsonl, a.jsonl.gz = a.jsonl, link.jsonl = b.jsonl" in caplog.text
     assert "1 files may hold the text of others (names or samples are alike): b.jsonl.gz = b.jsonl" in caplog.text
     found = lines(data)
     same = {name: (line["same_as"], line["taken"]) for name, line in found.items() if "same_as" in line}
@@ -217,6 +217,7 @@ def test_a_file_of_the_same_content_as_another_is_left_out(tmp_path: Path, caplo
         "a (1).jsonl": ("a.jsonl", False),
         "a.jsonl.gz": ("a.jsonl", False),
         "b.jsonl.gz": ("b.jsonl", True),
+        "link.jsonl": ("b.jsonl", False),
     }
     source = DataSource(source="jsonl", path=str(data), weight=1)
     assert sorted(os.path.basename(file.path) for file in find_text_files(source, "web")) == prepared(data)

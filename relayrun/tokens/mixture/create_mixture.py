@@ -272,7 +272,6 @@ def _read_datasets(
     names = distinct_names(
         bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON)
     )
-    owners: dict[str, str] = {}
     real_path = RealPathCache()
     datasets = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
@@ -284,12 +283,6 @@ def _read_datasets(
         with ThreadPoolExecutor(LINK_THREADS) as pool, progress.Progress("reading sizes", len(prefixes), "shards"):
             shards = [shard for part in pool.map(_open_shards, parts) for shard in part]
         bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
-        for shard, real in zip(shards, bin_paths, strict=True):
-            if real in owners:
-                words = "this shard stands in the mixture twice"
-                hint = "remove one of the links, or give folders that do not overlap"
-                raise InputError(words, where=f"{shard.prefix} and {owners[real]}", hint=hint)
-            owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct_names(

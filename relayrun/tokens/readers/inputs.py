@@ -150,12 +150,10 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of the data set: its path below the data set folder, bytes, and identity."""
+    """A file of the data set: its path below the data set folder, and bytes."""
 
     path: str
     size: int
-    identity: tuple[int, int] | str
-    """Device and inode: equal for two paths to one file. Below a URL: the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,11 +304,10 @@ _Found = tuple[DataFile, str | None, InputError | None]
 
 def _list_files(place: str, names: Sequence[str] | None) -> Iterator[_Found]:
     if urls.is_url(place):
-        return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(place))
+        return ((DataFile(path=path, size=size), None, None) for path, size in urls.list_url(place))
     if names is None:
         return _list_local_files(place)
-    found = ((name, os.stat(os.path.join(place, name))) for name in names)
-    return ((DataFile(path=n, size=s.st_size, identity=(s.st_dev, s.st_ino)), None, None) for n, s in found)
+    return ((DataFile(path=n, size=os.stat(os.path.join(place, n)).st_size), None, None) for n in names)
 
 
 def _list_local_files(folder: str) -> Iterator[_Found]:
@@ -332,11 +329,10 @@ def _list_local_files(folder: str) -> Iterator[_Found]:
                     what = "this link leads nowhere" if entry.is_symlink() else "this file cannot be looked at"
                     what, hint = f"{what} ({error.strerror})", "mend or remove it, or --filter-out"
                     fault = InputError(what, where=printable(entry.path), hint=hint)
-                    yield DataFile(path=path, size=0, identity=path), DEAD_LINK, fault
+                    yield DataFile(path=path, size=0), DEAD_LINK, fault
                     continue
-                identity = (status.st_dev, status.st_ino)
                 if not stat.S_ISDIR(status.st_mode):
                     why = None if stat.S_ISREG(status.st_mode) else "no regular file"
-                    yield DataFile(path=path, size=status.st_size, identity=identity), why, None
-                elif identity not in ancestors:
+                    yield DataFile(path=path, size=status.st_size), why, None
+                elif (identity := (status.st_dev, status.st_ino)) not in ancestors:
                     stack.append((path, ancestors | {identity}))

@@ -150,17 +150,17 @@ def _text_checksum(path: str) -> str | None:
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
-    same size and the same bytes at three places. Links to one file are no twins. Below a URL names are compared."""
+    same size and the same bytes at three places, as links to one file have. Below a URL names are compared."""
     twins: dict[str, str] = {}
-    firsts: dict[str | bytes, DataFile] = {}
+    firsts: dict[str | bytes, str] = {}
     sizes = Counter(file.size for file in files)
     for file in files:
         keys: list[str | bytes] = [file.path.rpartition(".")[0] if file_compression(file.path) else file.path]
         if sizes[file.size] > 1 and not urls.is_url(folder):
             keys.insert(0, _sample(os.path.join(folder, file.path), file.size))
-        for first in (firsts.setdefault(key, file) for key in keys):
-            if first.identity != file.identity:
-                twins.setdefault(file.path, first.path)
+        for first in (firsts.setdefault(key, file.path) for key in keys):
+            if first != file.path:
+                twins.setdefault(file.path, first)
     return twins
 
 
@@ -208,16 +208,12 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
     for name, line in lines.items():
         if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
             expected, files = saved_rows(folder, name)
-            found = [lines[file].get("rows") for file in files if file in lines]
-            if expected is not None and None not in found:
-                line["rows"], line["expected_rows"] = sum(found), expected
-                if sum(found) != expected:
-                    words = (
-                        "%s: %s rows were tokenized, and dataset_info.json says %s: fetch the data set again, unless"
-                    )
-                    log.warning(
-                        f"{words} rows were filtered before it was saved", name, f"{sum(found):,}", f"{expected:,}"
-                    )
+            if expected is not None and all("rows" in lines.get(file, {}) for file in files):
+                found = sum(lines[file]["rows"] for file in files)
+                line |= {"rows": found, "expected_rows": expected}
+                if found != expected:
+                    words = "%s: %s rows were tokenized, and dataset_info.json says %s, perhaps from before a filter"
+                    log.warning(words, name, f"{found:,}", f"{expected:,}")
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 

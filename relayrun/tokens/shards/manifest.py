@@ -342,13 +342,16 @@ def doubled_texts(prefixes: Sequence[str], files: Iterable[TextFileEntry] = (), 
     for file in files:
         whole = f"xxh3-128:{file.content}" if file.content else ""
         texts[file.path] = records.texts_of_file(file.path, file.size, whole)
-    first: dict[str, str] = {}
+    known = set(prefixes)
+    names = [*prefixes, *(name for name in texts if name not in known)]
+    first: dict[str, int] = {}
     pairs: dict[str, str] = {}
-    for name, known in texts.items():
-        for text in known:
-            if (other := first.setdefault(text, name)) != name and not is_repeated_pass(name, other):
+    for number, name in enumerate(names):
+        for text in texts[name]:
+            other = names[first.setdefault(text, number)]
+            if first[text] != number and not is_repeated_pass(name, other):
                 pairs[name] = other
-                if refuse and re.fullmatch("[0-9a-f]{32}", text):  # a checksum of tokens
+                if refuse and re.fullmatch(r"[0-9a-f]{32}|/(?!.* \d+$).*", text, re.DOTALL):  # a checksum, or a .bin
                     hint = "leave one of them out; text is repeated by the weights of a mixture"
                     raise InputError(f"its text also stands in {other}", where=name, hint=hint)
     if not pairs:

@@ -320,11 +320,6 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
     return size / 1e9 * seconds_per_gb / 3600
 
 
-def count_files_linked_twice(files: Sequence[inputs.DataFile]) -> int:
-    """Count the `files` with more than one path, which are tokenized more than once."""
-    return len(files) - len({file.identity for file in files})
-
-
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     """Print files, GB and estimated hours of every dump, and the totals."""
     files = [file for dump in dumps for file in dump.files]
@@ -334,8 +329,6 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     for name, count, size in rows:
         hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
-    if twice := count_files_linked_twice(files):
-        log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")
 
 
 def merged_prefix(dataset: Path, dump: str) -> Path:
