@@ -30,7 +30,11 @@ _ARROW_FILE = b"ARROW1"
 
 
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
-    return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
+    words = f"cannot be read, it may be torn: {first_line(error)}"
+    if "requires too much memory for decoding" in words:
+        words = "it was compressed with a long window of zstd, which is not read here"
+        hint = "`zstd -d --long=31 --memory=2048MB FILE`, and compress it again without --long or --ultra"
+    return InputError(words, where=printable(path), hint=hint)
 
 
 def read_parquet(

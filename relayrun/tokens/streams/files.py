@@ -223,7 +223,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
 
 def _filtered(table: pa.Table, condition: Condition, setting: str, where: str) -> pa.Table:
     try:
-        return table.filter(arrow_expression(condition))
+        return table.filter(arrow_expression(condition, table.schema))
     except pa.ArrowException as error:
         raise ConfigError(f"{setting} does not fit the columns: {str(error).splitlines()[0]}", where=where) from None
 

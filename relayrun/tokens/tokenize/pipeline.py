@@ -101,6 +101,9 @@ def tokenize_paths_file(
             tokenizer = load_tokenizer(options)
         folder = _open_folder(output, names, options, tokenizer, source, logs)
         parts = [ShardTask(name, tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
+        if len(names) < options.tasks:
+            words = "%d files make at most %d shards, each by one worker: `relayrun dumps shuffle` cuts large files"
+            log.info(words, len(names), len(names))
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
         todo = _unfinished_tasks(folder, parts, source, workers)
         for part in todo:

@@ -127,6 +127,8 @@ _SAVE_COMMAND = (
 
 def check_convertible(folder: Path) -> None:
     """Raise InputError with the way out, unless transformers can make a tokenizer.json from the files in `folder`."""
+    if (tekken := folder / "tekken.json").is_file():
+        refuse_unconvertible(tekken)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
         alone = f"; {', '.join(found)} alone do not say how to split" if found else ""
@@ -139,6 +141,10 @@ def check_convertible(folder: Path) -> None:
 def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
     """Raise InputError with the way out for a tiktoken or SentencePiece file that cannot be converted exactly here. A
     SentencePiece model in a folder with its configuration can be converted if its package is installed."""
+    if file.name == "tekken.json":
+        way = "transformers.integrations.mistral.convert_tekken_tokenizer(...).backend_tokenizer.save(...)"
+        hint = f"convert it with {way}, or take a tokenizer.json of the same model"
+        raise InputError("this is a tokenizer of Mistral (tekken), not a tokenizer.json", where=file, hint=hint)
     with open(file, "rb") as opened:
         first = opened.readline(1000)
     if _TIKTOKEN.fullmatch(first):
