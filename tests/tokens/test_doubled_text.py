@@ -11,16 +11,18 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
+from relayrun.config.sections.data import DataSection
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.places import PROJECT_MARKER
 from relayrun.submit.check.data import check_data
 from relayrun.submit.check.findings import Findings
+from relayrun.submit.megatron_lm import command_line
 from relayrun.tokens.mixture.create_mixture import create_mixture
 from relayrun.tokens.shards.manifest import doubled_texts
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import expand_paths
-from tests.tokens.test_held_out_text import raw, shard, stream
+from tests.tokens.test_held_out_text import build, raw, shard, stream
 from tests.workspace import Workspace
 
 __all__ = ["raw"]
@@ -59,18 +61,31 @@ def test_every_command_on_shards_names_text_that_stands_twice(
     assert not (data / "new.bin").exists()
 
 
-def test_a_check_warns_of_text_that_stands_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["copy", "merged"])
+def test_a_run_is_not_given_equal_tokens_twice(data: Path, other: str) -> None:
+    train = {name: expand_paths([str(data / name)]) for name in ("t", other)}
+    with pytest.raises(InputError, match="its text also stands in"):
+        build(train)
+    with pytest.raises(InputError, match="its text also stands in"):
+        build({"one": [*train["t"], *train[other]]})
+    values = {"tokenizer": "t", "mixture": {name: {"path": str(data / name), "weight": 0.5} for name in train}}
+    with pytest.raises(InputError, match="its text also stands in"):
+        command_line.data_path_flags(DataSection.model_validate(values))
+    build({"one": expand_paths([str(data / "mixture")])})  # repeated on purpose
+
+
+def test_a_check_warns_of_shards_without_checksums_whose_ends_are_equal(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    for name, folder in (("apart", "data"), ("copied", "copy")):
-        if folder != "data":
-            shutil.copytree(tmp_path / "data", tmp_path / folder)
-        datasets = [str(tmp_path / "data"), *([str(tmp_path / folder)] if folder != "data" else [])]
-        config = resolve.load_run_config(workspace.config(name, data={"datasets": datasets}))
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    for folders, level in ((["data"], []), (["data", "copy"], ["warning"])):
+        config = resolve.load_run_config(
+            workspace.config("run", data={"datasets": [str(tmp_path / f) for f in folders]})
+        )
         assert isinstance(config, RunConfig)
         findings = Findings(config)
-        check_data(config, Run(tmp_path / name), findings)
+        check_data(config, Run(tmp_path / "run"), findings)
         found = [finding for finding in findings.all if finding.name == "data.doubled"]
-        assert [finding.level for finding in found] == ([] if name == "apart" else ["warning"])
+        assert [finding.level for finding in found] == level
         assert not found or "copy/shard0 has text of" in found[0].words
 
 

@@ -137,7 +137,7 @@ def test_repeats_are_trained_on_where_a_mixture_asked_for_them_and_refused_elsew
     repeated = tmp_path / "m" / "a" / "epoch-2"
     os.rename(repeated, tmp_path / "m" / "a" / "epoch-9")  # not in the summary
     twice = {"m": find_prefixes([tmp_path / "m"])}
-    with pytest.raises(InputError, match="stands twice in m"):
+    with pytest.raises(InputError, match="its text also stands in"):
         Manifest.build(twice, {}, vocabulary_size=100, eod=EOD, tokenizer="t")
 
 

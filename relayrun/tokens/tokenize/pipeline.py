@@ -101,7 +101,7 @@ def tokenize_paths_file(
             tokenizer = load_tokenizer(options)
         folder = _open_folder(output, names, options, tokenizer, source, logs)
         parts = [ShardTask(name, tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
-        if len(names) < options.tasks:
+        if len(names) < options.tasks != TokenizeOptions.default("tasks"):
             words = "%d files make at most %d shards, each by one worker: `relayrun dumps shuffle` cuts large files"
             log.info(words, len(names), len(names))
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
@@ -220,6 +220,9 @@ def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
         yield
 
 
+_SUMS = ("documents", "tokens", "empty_documents", "null_documents", "routed_documents")
+
+
 def _result(
     folder: ShardFolder, inputs: Collection[InputFile], *, workers: int, tasks_run: int, seconds: float
 ) -> TokenizeResult:
@@ -227,11 +230,7 @@ def _result(
     return TokenizeResult(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
-        documents=sum(task.documents for task in tasks),
-        tokens=sum(task.tokens for task in tasks),
-        empty_documents=sum(task.empty_documents for task in tasks),
-        null_documents=sum(task.null_documents for task in tasks),
-        routed_documents=sum(task.routed_documents for task in tasks),
+        **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=TextLosses(**{name: sum(getattr(task, name) for task in tasks) for name in shard_folder.LOSSES}),
