@@ -222,6 +222,21 @@ def check_hub(name: str, cache_dir: str | None) -> bool:
     return True
 
 
+def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -> Path | None:
+    """Return the local folder of a hub tokenizer's tokenizer.json and configuration; None without a tokenizer.json, or
+    if it cannot be fetched: transformers says why."""
+    from huggingface_hub import hf_hub_download
+
+    found: list[str] = []
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            found.append(hf_hub_download(name, file, cache_dir=cache_dir, local_files_only=only_here))
+        except Exception:  # of the hub, of the network or of the disk
+            if not found:
+                return None
+    return Path(found[0]).parent
+
+
 def _not_on_hub_error(name: str, why: str) -> InputError:
     usual = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
     hint = "; ".join(filter(None, [did_you_mean_path(name), usual]))
