@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
+from relayrun.tokens.readers.inputs import DataFile, read_paths_file
 from relayrun.tokens.tokenize.dumps import prepare_dumps, split_files
+from tests.tokenization_corpus import taken_files
 
 NAMES = st.text(
     st.characters(exclude_characters="/\n\0", exclude_categories=()).filter(lambda c: not "\ud800" <= c <= "\udc7f")
@@ -56,7 +57,7 @@ def test_any_file_name_survives_the_way_to_the_paths_files_and_back(names: set[s
         for name in names:
             (dataset / name).mkdir(parents=True)
             (dataset / name / f"{name}.parquet").write_bytes(name.encode("utf-8", "surrogateescape"))
-        expected = sorted(file.path for file in find_data_files(dataset))
+        expected = sorted(file.path for file in taken_files(dataset))
         assert len(expected) == len(names)
         dumps = prepare_dumps(dataset, metadata, n_dumps=n)
         read = [read_paths_file(metadata / "dumps" / f"paths_file_{dump.index}.txt") for dump in dumps]

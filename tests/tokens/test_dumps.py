@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
+from relayrun.tokens.readers.inputs import DataFile, read_paths_file
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
     DumpsFolder,
@@ -19,6 +19,7 @@ from relayrun.tokens.tokenize.dumps import (
     prepare_dumps,
     split_files,
 )
+from tests.tokenization_corpus import taken_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ def write(file: Path, size: int = 1) -> None:
 
 
 def paths(folder: Path, **filters: list[str]) -> list[str]:
-    return [file.path for file in find_data_files(folder, **filters)]
+    return [file.path for file in taken_files(folder, **filters)]
 
 
 def paths_files(metadata: Path) -> dict[str, list[str]]:
@@ -66,7 +67,7 @@ def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "z.parquet").symlink_to(tmp_path / "elsewhere" / "x.parquet")
     (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
-    found = find_data_files(tmp_path / "data")
+    found = taken_files(tmp_path / "data")
     assert [file.path for file in found] == ["linked/x.parquet", "sub/y.parquet", "z.parquet"]
     (dump,) = prepare_dumps(tmp_path / "data", tmp_path / "meta")
     assert [file.path for file in dump.files] == ["sub/y.parquet", "z.parquet"]
@@ -76,7 +77,7 @@ def test_a_link_that_leads_nowhere_is_an_error_unless_it_is_filtered_out(tmp_pat
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
     write(tmp_path / "there.parquet")
     with pytest.raises(InputError, match=r"gone\.parquet: this link leads nowhere"):
-        find_data_files(tmp_path)
+        taken_files(tmp_path)
     assert paths(tmp_path, filter_out=["gone"]) == ["there.parquet"]
 
 
@@ -303,7 +304,7 @@ def test_a_half_tokenized_dump_keeps_its_files(dataset: Path, metadata: Path, tm
     (metadata / "tokenized-dir-link").symlink_to(tmp_path / "out")
     assert [dump.index for dump in prepare_dumps(dataset, metadata, n_dumps=2)] == [1, 2, 3]
     assert paths_files(metadata)["paths_file_1.txt"] == before["paths_file_1.txt"]
-    with pytest.raises(RelayrunError, match="dump 1 is half tokenized, and 1 of its files would be left out now"):
+    with pytest.raises(RelayrunError, match="dump 1 is tokenized in part, and 1 of its files would be left out now"):
         prepare_dumps(dataset, metadata, filter_out=["c.jsonl"])
 
 

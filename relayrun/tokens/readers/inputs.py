@@ -204,15 +204,6 @@ def _why_left_out(
     return None if name.endswith(suffixes) else "ending not read"
 
 
-def find_data_files(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
-) -> list[DataFile]:
-    """Return the files that `take_inventory` takes. Raises as it does, and InputError that names refused files."""
-    inventory = take_inventory(folder, filter_in=filter_in, filter_out=filter_out)
-    inventory.refuse()
-    return list(inventory.taken)
-
-
 def take_inventory(
     folder: str | os.PathLike[str],
     *,
@@ -257,9 +248,8 @@ def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[D
     folder = os.path.dirname(path)
     if not (listed := saved_rows(place, path)[1]):
         return taken, []
-    stale = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
-    there = {file.path for file in stale}
-    stale = {file for file in stale if file.path not in listed}
+    beside = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
+    stale, there = {file for file in beside if file.path not in listed}, {file.path for file in beside}
     left = [LeftOutFile(path=file.path, size=file.size, why=f"not listed in {STATE_FILE}") for file in stale]
     for name in sorted(listed):
         if name not in there and not os.path.lexists(os.path.join(place, name)):

@@ -31,6 +31,7 @@ from relayrun.tokens.readers.inputs import (
     by_path,
     data_suffixes,
     saved_rows,
+    take_inventory,
 )
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -55,6 +56,20 @@ def held_out_split(path: str) -> str | None:
     words = [word for word in re.split(r"[-._ ]+", name) if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
     known = {*words[:1], *words[-1:], *(folder.removeprefix("split=") for folder in folders)}
     return next((split for split, names in _HELD_OUT.items() if known & names), None)
+
+
+def find_data_files(
+    folder: str | os.PathLike[str], *, names: Sequence[str] | None = None, of: str = "", dead_links_only: bool = False
+) -> list[DataFile]:
+    """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
+    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`."""
+    place = os.fspath(folder)
+    there, twins = leave_out_twins(place, take_inventory(place, names=names))
+    log_inventory(there, twins, of=of)
+    there.refuse(dead_links_only=dead_links_only)
+    for fault, _, _ in set_faults(place, there.taken):
+        log.warning("%s%s", of, fault.message)
+    return list(there.taken)
 
 
 def check_sets(

@@ -329,7 +329,7 @@ def check_held_out(
             raise InputError(words, where=first, hint="held-out data must not be trained on: mend one set")
 
 
-def doubled_texts(prefixes: Sequence[str], files: Iterable[TextFileEntry] = (), *, refuse: bool = False) -> str | None:
+def doubled_texts(prefixes: Sequence[str], files: Sequence[TextFileEntry] = (), *, refuse: bool = False) -> str | None:
     """Describe the shards and raw files of training whose text also stands in another one of them; None if there are
     none, or only passes of a mixture. `refuse`: raise InputError where checksums of tokens are the same; of a raw file
     another column may have been read, and shards without a checksum are compared by their ends."""
@@ -343,7 +343,7 @@ def doubled_texts(prefixes: Sequence[str], files: Iterable[TextFileEntry] = (), 
         with contextlib.suppress(OSError):  # below a URL
             status = os.stat(name + ".bin" if name in known else name)
             its.add(f"/{status.st_dev}:{status.st_ino}")
-    names = [*prefixes, *(name for name in texts if name not in known)]
+    names = [*prefixes, *(file.path for file in files)]
     first: dict[str, int] = {}
     pairs: dict[str, str] = {}
     for number, name in enumerate(names):

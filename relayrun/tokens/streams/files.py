@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -20,8 +21,8 @@ from relayrun.config.sections.data import DataSource, StreamSection, StreamSubse
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
-from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format, find_data_files, take_inventory
-from relayrun.tokens.readers.inventory import leave_out_twins, log_inventory, set_faults
+from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format
+from relayrun.tokens.readers.inventory import find_data_files
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_front, literal_name_start
 from relayrun.tokens.stores import urls
@@ -128,23 +129,15 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _files_below(
-    folder: str, where: str, *, skip_files: bool, names: Sequence[str] | None = None
-) -> list[tuple[str, int]]:
-    """Return path and bytes of the files below a folder or URL, or only of `names`; log what is left out. Raises
-    InputError if refused."""
-    there, twins = leave_out_twins(folder, take_inventory(folder, names=names))
-    log_inventory(there, twins, of=f"{where}: ")
-    there.refuse(dead_links_only=skip_files)
-    for fault, _, _ in set_faults(folder, there.taken):
-        log.warning("%s: %s", where, fault.message)
-    return [(urls.join_path(folder, file.path), file.size) for file in there.taken]
+def _files_below(folder: str, **options: Any) -> list[tuple[str, int]]:
+    """Return path and bytes of the files that `find_data_files` finds."""
+    return [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder, **options)]
 
 
 def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]:
     wanted = FORMATS[source.source]
     skips = source.stream is not None and source.stream.on_error != "fail"
-    below = partial(_files_below, where=where, skip_files=skips)
+    below = partial(_files_below, of=f"{where}: ", dead_links_only=skips)
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     front = os.path.abspath(literal_front(path)) if is_pattern else ""
@@ -181,7 +174,7 @@ def _below_url(url: str, below: Callable[[str], list[tuple[str, int]]]) -> list[
             return [(url, urls.stat_url(url)[0])]
         return below(url)
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
-    inside = [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
+    inside = below(folder)
     pattern = _pattern(url, [file for file, _ in inside])
     return [(file, size) for file, size in inside if pattern.fullmatch(file)]
 

@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, combined_error, on_interrupt, refuse_unwritable
@@ -42,6 +43,7 @@ from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import printable
+from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.processes import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -229,56 +231,44 @@ def prepare_dumps(
         inventory.write_inventory(metadata.inventory, files_there, twins)
         inventory.log_inventory(files_there, twins)
         files_there.refuse()
-        changed = {index: dump for index, dump in begun.items() if dump.pending or dump.stale}
+        again = {index: dump for index, dump in begun.items() if dump.again}
         files = [file for file in found if file.path not in done]
-        if not files and not changed:
+        if not files and not again:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         by_name = {file.path: file for file in found}
-        dumps = [
-            Dump(index=index, files=tuple(by_name[name] for name in dump.names if name in by_name))
-            for index, dump in changed.items()
-        ]
+        dumps = [Dump(index=i, files=tuple(map(by_name.__getitem__, dump.names))) for i, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps += split_files(files, number, first_index=max(begun, default=-1) + 1)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
-        contents |= {index: inputs.paths_file_bytes(dump.names) for index, dump in changed.items()}
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
         with published_folder(metadata.dumps, replaces=_check_paths_files) as fresh:
             for index, content in contents.items():
                 write_atomic(fresh / f"paths_file_{index}.txt", content)
-        for index, dump in changed.items():  # last: until then the next prepare finds the same
+        for index, dump in again.items():  # last: until then the next prepare finds the same
             if dump.gone:
-                from relayrun.tokens.tokenize.shard_folder import remove_inputs  # on demand: numpy
-
-                remove_inputs(metadata.shards(index), dump.gone)
+                shard_folder.remove_inputs(metadata.shards(index), dump.gone)
             (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BegunDump:
-    """A dump with shards: finished, or pending. `names`: its files, without those that are gone."""
+class _BegunDump(NamedTuple):
+    """A dump with shards."""
 
-    names: tuple[str, ...]
-    pending: bool
-    changed: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-
-    @property
-    def stale(self) -> bool:
-        return bool(self.changed or self.gone)
+    names: list[str]
+    """Its files, without those that are gone."""
+    gone: list[str]
+    again: bool
+    """It is to be submitted: it is pending, or files changed or are gone."""
 
 
 def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -> dict[int, _BegunDump]:
     """Return the finished dumps and those with shards, compared with their files by the record; name what changed.
-    Raises RelayrunError if a file of a pending dump is left out now."""
-    from relayrun.tokens.tokenize.shard_folder import stale_inputs  # on demand: numpy
-
-    sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
+    Raises RelayrunError if a file of a dump that is to be submitted is left out now."""
     taken, finished = {file.path for file in there.taken}, metadata.finished()
+    sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
     found: dict[int, _BegunDump] = {}
     for index in sorted({*finished, *metadata.pending()}):
         pending, folder = index not in finished, metadata.shards(index)
@@ -286,25 +276,20 @@ def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -
             continue
         paths_file = metadata.paths_file(index) if pending else metadata.completed / f"paths_file_{index}.txt"
         names = inputs.read_paths_file(paths_file)
-        changed, gone = stale_inputs(folder, dataset, sizes)
+        changed, gone = shard_folder.stale_inputs(folder, dataset, sizes)
         if len(gone) == len(names):
             log.warning("dump %d: all its files are gone: its shards stay", index)
             changed, gone = [], []
-        dump = _BegunDump(
-            names=tuple(name for name in names if name not in gone),
-            pending=pending,
-            changed=tuple(changed),
-            gone=tuple(gone),
-        )
-        if pending and (left_out := [name for name in dump.names if name in sizes and name not in taken]):
-            words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
-            hint = "give the options of before, or delete the folder of its shards and its paths file"
-            raise RelayrunError(f"dump {index} is half tokenized, and {words}", where=folder, hint=hint)
         for what, files in (("changed", changed), ("are gone", gone)):
             if files:
                 words = "dump %d: %s of its files %s since it was tokenized, and their shards are made again: %s"
                 log.warning(words, index, f"{len(files):,}", what, inventory.first_names(files))
-        found[index] = dump
+        names = [name for name in names if name not in gone]
+        found[index] = _BegunDump(names, gone, again=pending or bool(changed or gone))
+        if found[index].again and (left_out := [name for name in names if name not in taken]):
+            words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
+            hint = "give the options of before, or delete the folder of its shards and its paths file"
+            raise RelayrunError(f"dump {index} is tokenized in part, and {words}", where=folder, hint=hint)
     return found
 
 
