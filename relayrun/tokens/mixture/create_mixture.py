@@ -32,7 +32,7 @@ from relayrun.tokens.mixture.shard_selection import (
 )
 from relayrun.tokens.shards.manifest import doubled_texts
 from relayrun.tokens.shards.prefixes import SUMMARY_JSON, SUMMARY_TEXT, find_prefixes, mixture_files
-from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
+from relayrun.tokens.shards.shard import Shard, ShardRecords
 
 log = logging.getLogger(__name__)
 
@@ -90,22 +90,16 @@ def refuse_empty_datasets(
 def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = False) -> None:
     """Raise InputError for shards whose records name different tokenizers; `allow`: warn instead."""
     records = ShardRecords()
-    first: tuple[str, TokenizerRecord] | None = None
-    for dataset in datasets:
-        for shard in dataset.shards:
-            record = records.of(shard.prefix)
-            if record is None or record.made is None:
-                continue
-            first = first or (shard.prefix, record.made)
-            if record.made.ids == first[1].ids:
-                continue
-            words = f"another tokenizer made this shard than {first[0]}: ids mean other text"
-            hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
-            error = InputError(words, where=shard.prefix, hint=hint)
-            if not allow:
-                raise error
-            log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)
-            return
+    known = ((shard.prefix, records.of(shard.prefix)) for dataset in datasets for shard in dataset.shards)
+    ids = {prefix: record.made.ids for prefix, record in known if record is not None and record.made is not None}
+    first = next(iter(ids), "")
+    if (other := next((prefix for prefix in ids if ids[prefix] != ids[first]), None)) is None:
+        return
+    words = f"another tokenizer made this shard than {first}: ids mean other text"
+    hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
+    if not allow:
+        raise InputError(words, where=other, hint=hint)
+    log.warning("taken, as --allow-other-tokenizer says: %s: %s", other, words)
 
 
 def _min_tokens(dataset: MixtureDataset) -> int:

@@ -249,7 +249,7 @@ def prepare_dumps(
                 write_atomic(fresh / f"paths_file_{index}.txt", content)
         for index, dump in again.items():  # last: until then the next prepare finds the same
             if dump.gone:
-                shard_folder.remove_inputs(metadata.shards(index), dump.gone)
+                shard_folder.remove_from_record(metadata.shards(index), inputs=dump.gone)
             (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
 

@@ -350,17 +350,21 @@ class FolderRecord:
             raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
 
 
-def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
-    """Remove shard `name` from the record of a folder, so that the next run makes it again. Warns if it cannot."""
+def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Collection[str] = ()) -> None:
+    """Remove shards `names` from the record of a folder, and `inputs` with the shards that hold them, so that the next
+    run makes these shards again. Warns if it cannot."""
     try:
         with file_lock(Path(folder, ".lock"), wait=False) as held:
             if not held:
                 raise OSError("another process writes shards here")
             record = read_json(Path(folder, FOLDER_RECORD))
-            del record["shards"][name]
+            for shard, files in record["parts"].items():
+                record["parts"][shard] = [name for name in files if name not in inputs]
+                if shard in names or len(record["parts"][shard]) < len(files):
+                    record["shards"].pop(shard, None)
             write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
-        log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
+        log.warning("%s: %s cannot be struck from the record: %s", folder, ", ".join([*names, *inputs]), error)
 
 
 def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
@@ -382,17 +386,6 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
             changed.append(then[0])
     return changed, gone
-
-
-def remove_inputs(folder: str | os.PathLike[str], names: Collection[str]) -> None:
-    """Remove inputs from the record of a folder, with the shards that hold them: the next run makes these again."""
-    with file_lock(Path(folder, ".lock")):
-        record = read_json(Path(folder, FOLDER_RECORD))
-        for shard, files in record["parts"].items():
-            if kept := [name for name in files if name in names]:
-                record["parts"][shard] = [name for name in files if name not in kept]
-                record["shards"].pop(shard, None)
-        write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
 
 
 def shard_name(rank: int) -> str:
