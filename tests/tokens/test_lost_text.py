@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
-from relayrun.tokens.tokenize.encode.losses import LossCounter, TextLosses
+from relayrun.tokens.tokenize.encode.losses import LossCounter, describe_losses
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from relayrun.tokens.tokenize.shard_folder import FolderRecord
@@ -53,17 +53,17 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path, model:
 def test_letters_and_documents_that_are_dropped_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     result = tokenize(tmp_path, "bpe", ["the cat", "", "ωδή", "a dog", " "])
-    assert result.losses == TextLosses(lost_letters=6, lost_documents=1)
+    assert result.losses == {"lost letters": 6, "lost documents": 1}
     assert (result.documents, result.empty_documents) == (2, 2)
     words = "6 letters have no id and are dropped, 1 documents lose all of their text"
     assert f"{tmp_path}/out: the tokenizer does not know this text: {words}" in caplog.text
     (task,) = FolderRecord.read(tmp_path / "out").tasks.values()
-    assert (task.lost_letters, task.lost_documents, task.file_rows) == (6, 1, [5])
+    assert (task.losses, task.file_rows) == (result.losses, [5])
 
 
 def test_ids_of_the_unknown_token_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = tokenize(tmp_path, "wordlevel with unk", ["the dog sat", "a cat"])
-    assert result.losses == TextLosses(unknown_ids=2)
+    assert result.losses == {"unknown ids": 2}
     assert "2 of 7 ids are its unknown token" in caplog.text
 
 
@@ -78,5 +78,5 @@ def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
     texts = PackedTexts.of(["ωδή 🐈", "", "the cat"])
     encoded = HuggingFaceEngine(Tokenizer.from_str(definition)).encode(texts)
     losses = LossCounter(definition).count(texts, encoded)
-    assert losses.warning(10) is None
-    assert losses == TextLosses()
+    assert describe_losses(losses, 10) is None
+    assert not losses

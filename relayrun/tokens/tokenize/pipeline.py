@@ -21,7 +21,7 @@ from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inpu
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
-from relayrun.tokens.tokenize.encode.losses import TextLosses
+from relayrun.tokens.tokenize.encode.losses import describe_losses
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
@@ -50,7 +50,7 @@ class TokenizeResult:
     skipped_files: int
     bad_lines: dict[str, int]
     """Skipped lines by reason."""
-    losses: TextLosses
+    losses: dict[str, int]
     rows: dict[str, int]
     """Rows of each file."""
     output_bytes: int
@@ -117,7 +117,7 @@ def tokenize_paths_file(
                 process_engine(context.definition, context.fingerprint, context.selection)
                 _run_tasks(folder, todo, context, workers)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
-    if (lost := result.losses.warning(result.tokens)) is not None:
+    if (lost := describe_losses(result.losses, result.tokens)) is not None:
         log.warning("%s: %s", output, lost)
     if not result.documents:
         raise InputError(
@@ -233,7 +233,7 @@ def _result(
         **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
-        losses=TextLosses(**{name: sum(getattr(task, name) for task in tasks) for name in shard_folder.LOSSES}),
+        losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),
         rows={file[0]: rows for task in tasks for file, rows in zip(task.inputs, task.file_rows, strict=False)},
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,

@@ -36,7 +36,6 @@ from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
-from relayrun.tokens.tokenize.encode.losses import TextLosses
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
 
 PROGRESS_FOLDER = ".progress"
@@ -126,8 +125,7 @@ class SkippedFile:
     """In few words, for counting."""
 
 
-LOSSES = ("unknown_ids", "lost_letters", "lost_documents")
-_COUNTS = ("rows", "documents", "empty_documents", "null_documents", *LOSSES)
+_COUNTS = ("rows", "documents", "empty_documents", "null_documents", "losses")
 
 
 @dataclass(kw_only=True)
@@ -149,10 +147,8 @@ class TaskRecord:
     """The largest id in the shard; None if the shard is empty."""
     empty_documents: int = 0
     null_documents: int = 0
-    unknown_ids: int = 0
-    lost_letters: int = 0
-    lost_documents: int = 0
-    """What the tokenizer lost, see `TextLosses`."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """What the tokenizer lost, see `encode.losses`."""
     routed_documents: int = 0
     """Documents that went to the reference instead of the fast engine."""
     engine: str = ""
@@ -170,16 +166,12 @@ class TaskRecord:
     """Seconds since 1970."""
     seconds: float = 0.0
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Return the counts of documents and losses, for `restore`."""
         return {name: getattr(self, name) for name in _COUNTS}
 
-    def restore(self, counts: Mapping[str, int]) -> None:
+    def restore(self, counts: Mapping[str, Any]) -> None:
         vars(self).update(counts)
-
-    def add_losses(self, losses: TextLosses) -> None:
-        for name in LOSSES:
-            setattr(self, name, getattr(self, name) + getattr(losses, name))
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""

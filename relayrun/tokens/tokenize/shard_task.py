@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_p
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
-from relayrun.tokens.tokenize.encode.losses import LossCounter
+from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
@@ -233,10 +234,10 @@ def _tokenize_file(
         else:
             texts, encoded = _encode(engine, texts, faults, f"{printable(path)}, text {record.rows - first + 1}")
             losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-            record.add_losses(losses)
+            record.losses = dict(losses + Counter(record.losses))
             ids, lengths = job.framing.apply(*encoded, shard.reserve)
             record.documents += len(lengths)
-            record.empty_documents += max(0, len(texts) - len(lengths) - losses.lost_documents)  # 0: they are kept
+            record.empty_documents += max(0, len(texts) - len(lengths) - losses[LOST_DOCUMENTS])  # 0: they are kept
             shard.add(ids, lengths)
         record.rows += len(texts)
         progress.say(documents=record.documents, tokens=shard.tokens)

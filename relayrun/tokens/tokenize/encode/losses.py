@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,30 +15,20 @@ from tokenizers import Tokenizer
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.libraries import Encoded, parse_without_vocabulary
 
+UNKNOWN_IDS, LOST_LETTERS, LOST_DOCUMENTS = "unknown ids", "lost letters", "lost documents"
+"""Counts of losses: a letter is a digit or a sign, too; texts of blanks alone do not count."""
+
 _MOST_UNKNOWN = 0.001
 """Share of the ids that may be the unknown token without a warning."""
 
 
-@dataclass(kw_only=True)
-class TextLosses:
-    """Counts over some texts."""
-
-    unknown_ids: int = 0
-    lost_letters: int = 0
-    """Letters, digits and signs without an id."""
-    lost_documents: int = 0
-    """Texts, not of blanks alone, without an id."""
-
-    def warning(self, tokens: int) -> str | None:
-        """Describe losses that are no accident, of texts with this many ids; None for fewer."""
-        found = []
-        if self.unknown_ids > _MOST_UNKNOWN * tokens:
-            found.append(f"{self.unknown_ids:,} of {tokens:,} ids are its unknown token")
-        if self.lost_letters:
-            found.append(f"{self.lost_letters:,} letters have no id and are dropped")
-        if self.lost_documents:
-            found.append(f"{self.lost_documents:,} documents lose all of their text")
-        return f"the tokenizer does not know this text: {', '.join(found)}" if found else None
+def describe_losses(losses: Mapping[str, int], tokens: int) -> str | None:
+    """Describe the losses of texts with this many ids; None for none, or for unknown ids that are an accident."""
+    unknown, letters, documents = (losses.get(name, 0) for name in (UNKNOWN_IDS, LOST_LETTERS, LOST_DOCUMENTS))
+    found = [f"{unknown:,} of {tokens:,} ids are its unknown token"] if unknown > _MOST_UNKNOWN * tokens else []
+    found += [f"{letters:,} letters have no id and are dropped"] if letters else []
+    found += [f"{documents:,} documents lose all of their text"] if documents else []
+    return f"the tokenizer does not know this text: {', '.join(found)}" if found else None
 
 
 class LossCounter:
@@ -54,17 +44,18 @@ class LossCounter:
         self._lost: dict[str, bool] = {}
         self._drops = kind == "BPE" and self._unknown is None and not covers_all
 
-    def count(self, texts: PackedTexts, encoded: Encoded) -> TextLosses:
+    def count(self, texts: PackedTexts, encoded: Encoded) -> Counter[str]:
         """Return the losses of `texts`, of which `encoded` are the ids."""
-        ids, lengths = encoded
-        found = TextLosses(unknown_ids=0 if self._unknown is None else int(np.count_nonzero(ids == self._unknown)))
+        (ids, lengths), found = encoded, Counter[str]()
+        if self._unknown is not None:
+            found[UNKNOWN_IDS] = int(np.count_nonzero(ids == self._unknown))
         if not lengths.all():
             without = texts.take((lengths == 0) & (texts.sizes > 0))
-            found.lost_documents = sum(bool(text.strip()) for text in without.strings())
+            found[LOST_DOCUMENTS] = sum(bool(text.strip()) for text in without.strings())
         if self._drops:
             letters = Counter("".join(texts.strings()))
-            found.lost_letters = sum(count for letter, count in letters.items() if self._is_lost(letter))
-        return found
+            found[LOST_LETTERS] = sum(count for letter, count in letters.items() if self._is_lost(letter))
+        return +found
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
