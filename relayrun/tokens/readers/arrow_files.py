@@ -30,6 +30,7 @@ _ARROW_FILE = b"ARROW1"
 
 
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
+    """Return the error of a file that Arrow cannot read."""
     words = f"cannot be read, it may be torn: {first_line(error)}"
     if "requires too much memory for decoding" in words:
         words = "it was compressed with a long window of zstd, which is not read here"

@@ -251,5 +251,6 @@ def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
+    """Return the first of these names for a message."""
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return printable(", ".join(names[:_MOST_NAMES])) + more

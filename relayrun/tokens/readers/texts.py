@@ -275,6 +275,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_bytes(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds bytes, which may be texts without their mark."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
