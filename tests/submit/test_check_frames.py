@@ -52,7 +52,7 @@ def record(workspace: Workspace, folder: str = "data", **settings: Any) -> None:
         ({"eos": 0, "bos": 5}, {"drop_eod": True}, "document_window.bos puts the token 5 before documents that begin"),
         ({"eos": 0, "bos": 6}, {"drop_eod": True}, None),
         ({"eos": None}, {}, None),
-        ({"eos": None}, {"drop_eod": True}, "drop_eod asks for a token at the end of documents"),
+        ({"eos": None}, {"drop_eod": True}, "drop_eod asks for a token at the end of each document"),
     ],
 )
 def test_a_token_that_would_stand_twice_or_nowhere_is_a_warning(
@@ -71,7 +71,9 @@ def test_documents_without_an_end_are_a_warning_where_they_follow_each_other(wor
     record(workspace, eos=None)
     (words,) = warnings(workspace)
     assert words.startswith("data set 'train': no token ends the documents")
-    merge_shards(find_prefixes([workspace.folder / "data"]), workspace.folder / "merged")
+    other = Workspace.make(workspace.folder / "other", seed=2)
+    record(other, eos=None)
+    merge_shards(find_prefixes([other.folder / "data"]), workspace.folder / "merged")
     (workspace.folder / "held").mkdir()
     for file in workspace.folder.glob("merged.*"):  # the record of a merged shard says it, too
         file.rename(workspace.folder / "held" / file.name)
