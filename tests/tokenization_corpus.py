@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from relayrun.tokens.readers.inputs import DataFile, take_inventory
 from relayrun.tokens.shards.shard import Shard
 
 EOS = "<|endoftext|>"
@@ -69,3 +70,10 @@ def shard_documents(prefix: Path) -> list[list[int]]:
     starts = shard.offsets() // shard.dtype.itemsize
     ids = np.asarray(shard.ids())
     return [ids[start : start + length].tolist() for start, length in zip(starts, shard.lengths(), strict=True)]
+
+
+def taken_files(folder: Path | str, **filters: list[str]) -> list[DataFile]:
+    """The files that an inventory takes, copies too. Raises InputError for a file that it refuses."""
+    inventory = take_inventory(folder, **filters)
+    inventory.refuse()
+    return list(inventory.taken)

@@ -246,7 +246,7 @@ def no_such_iteration(place: Place) -> int:
 
 def two_tokenizers(place: Place) -> int:
     for number in range(2):
-        prefix = place.shard(f"two/{number}")
+        prefix = place.shard(f"two/{number}", tokens=900 + number)
         made = TokenizerRecord(fingerprint=str(number) * 64, ids=str(number) * 64, size=300, eos=0)
         write_shard_record(str(prefix), ShardRecord(made=made, xxh3_128={}))
     arguments = ["--input", place.folder / "two", "--output-prefix", place.folder / "merged"]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
+from relayrun.tokens.readers.inputs import DataFile, read_paths_file
 from relayrun.tokens.tokenize.dumps import prepare_dumps, split_files
+from tests.tokenization_corpus import taken_files
 
 NAMES = st.text(
     st.characters(exclude_characters="/\n\0", exclude_categories=()).filter(lambda c: not "\ud800" <= c <= "\udc7f")
@@ -31,7 +32,7 @@ def _encodable(name: str) -> bool:
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.integers(1, 50), st.randoms())
 def test_every_file_is_in_exactly_one_dump_whatever_the_order(sizes: list[int], n: int, rng: random.Random) -> None:
-    files = [DataFile(path=f"{i}.parquet", size=size, identity=(0, i)) for i, size in enumerate(sizes)]
+    files = [DataFile(path=f"{i}.parquet", size=size) for i, size in enumerate(sizes)]
     dumps = split_files(files, n, first_index=3)
     assert sorted(file.path for dump in dumps for file in dump.files) == sorted(file.path for file in files)
     assert [dump.index for dump in dumps] == list(range(3, 3 + min(n, len(files))))
@@ -42,7 +43,7 @@ def test_every_file_is_in_exactly_one_dump_whatever_the_order(sizes: list[int], 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.integers(1, 50))
 def test_dumps_differ_by_at_most_the_largest_file(sizes: list[int], n: int) -> None:
-    files = [DataFile(path=f"{i}.parquet", size=size, identity=(0, i)) for i, size in enumerate(sizes)]
+    files = [DataFile(path=f"{i}.parquet", size=size) for i, size in enumerate(sizes)]
     weights = [dump.size for dump in split_files(files, n)]
     assert max(weights) - min(weights) <= max(sizes)
 
@@ -55,8 +56,8 @@ def test_any_file_name_survives_the_way_to_the_paths_files_and_back(names: set[s
         dataset, metadata = Path(folder, "data"), Path(folder, "meta")
         for name in names:
             (dataset / name).mkdir(parents=True)
-            (dataset / name / f"{name}.parquet").write_bytes(b"x" * len(name))
-        expected = sorted(file.path for file in find_data_files(dataset))
+            (dataset / name / f"{name}.parquet").write_bytes(name.encode("utf-8", "surrogateescape"))
+        expected = sorted(file.path for file in taken_files(dataset))
         assert len(expected) == len(names)
         dumps = prepare_dumps(dataset, metadata, n_dumps=n)
         read = [read_paths_file(metadata / "dumps" / f"paths_file_{dump.index}.txt") for dump in dumps]

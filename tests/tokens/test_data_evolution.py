@@ -205,7 +205,7 @@ def test_a_validation_set_may_be_added_but_not_changed_or_trained_on(data: Data)
 
 def test_one_shard_in_two_data_sets_is_refused(data: Data) -> None:
     mixture = {name: {"path": str(data.folder / "a" / "s0"), "weight": 1} for name in "xy"}
-    with pytest.raises(InputError, match="stands in the data sets 'x'"):
+    with pytest.raises(InputError, match="its text also stands in"):
         data.submit(data.config(mixture=mixture), accept=True)
 
 

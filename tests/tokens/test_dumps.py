@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
+from relayrun.tokens.readers.inputs import DataFile, read_paths_file
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
     DumpsFolder,
-    count_files_linked_twice,
     dump_size,
     estimated_hours,
     prepare_dumps,
     split_files,
 )
+from tests.tokenization_corpus import taken_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ def write(file: Path, size: int = 1) -> None:
 
 
 def paths(folder: Path, **filters: list[str]) -> list[str]:
-    return [file.path for file in find_data_files(folder, **filters)]
+    return [file.path for file in taken_files(folder, **filters)]
 
 
 def paths_files(metadata: Path) -> dict[str, list[str]]:
@@ -63,20 +63,21 @@ def test_all_kinds_of_files_are_found_in_any_case_and_nothing_else(tmp_path: Pat
 
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere" / "x.parquet")
-    write(tmp_path / "data" / "sub" / "y.parquet")
+    write(tmp_path / "data" / "sub" / "y.parquet", 2)
     (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data" / "z.parquet").symlink_to(tmp_path / "elsewhere" / "x.parquet")
     (tmp_path / "data" / "sub" / "up").symlink_to(tmp_path / "data")
-    found = find_data_files(tmp_path / "data")
+    found = taken_files(tmp_path / "data")
     assert [file.path for file in found] == ["linked/x.parquet", "sub/y.parquet", "z.parquet"]
-    assert count_files_linked_twice(found) == 1
+    (dump,) = prepare_dumps(tmp_path / "data", tmp_path / "meta")
+    assert [file.path for file in dump.files] == ["sub/y.parquet", "z.parquet"]
 
 
 def test_a_link_that_leads_nowhere_is_an_error_unless_it_is_filtered_out(tmp_path: Path) -> None:
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
     write(tmp_path / "there.parquet")
     with pytest.raises(InputError, match=r"gone\.parquet: this link leads nowhere"):
-        find_data_files(tmp_path)
+        taken_files(tmp_path)
     assert paths(tmp_path, filter_out=["gone"]) == ["there.parquet"]
 
 
@@ -95,7 +96,7 @@ def test_filters_look_at_the_path_below_the_folder_case_sensitive_and_links_not_
 
 def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
     sizes = {"a": 7, "b": 7, "c": 6, "d": 5, "e": 4, "f": 0, "g": 0}
-    files = [DataFile(path=path, size=size, identity=(0, 0)) for path, size in sizes.items()]
+    files = [DataFile(path=path, size=size) for path, size in sizes.items()]
     assert [[file.path for file in dump.files] for dump in split_files(files, 3)] == [
         ["a", "e"],
         ["b", "f", "g"],
@@ -106,7 +107,7 @@ def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
 
 @pytest.mark.alone
 def test_100_000_files_are_split_in_seconds() -> None:
-    files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003, identity=(0, i)) for i in range(100_000)]
+    files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003) for i in range(100_000)]
     start = time.monotonic()
     dumps = split_files(files, 1000)
     assert time.monotonic() - start < 5
@@ -298,11 +299,13 @@ def test_if_slurm_cannot_be_asked_nothing_is_prepared(
 
 def test_a_half_tokenized_dump_keeps_its_files(dataset: Path, metadata: Path, tmp_path: Path) -> None:
     prepare_dumps(dataset, metadata, n_dumps=2)
+    before = paths_files(metadata)
     write(tmp_path / "out" / "dump-1" / "00000_tokens.bin")
     (metadata / "tokenized-dir-link").symlink_to(tmp_path / "out")
-    prepare_dumps(dataset, metadata, n_dumps=2)  # the same files again are fine
-    with pytest.raises(RelayrunError, match="dump 1 is half tokenized"):
-        prepare_dumps(dataset, metadata, n_dumps=3)
+    assert [dump.index for dump in prepare_dumps(dataset, metadata, n_dumps=2)] == [1, 2, 3]
+    assert paths_files(metadata)["paths_file_1.txt"] == before["paths_file_1.txt"]
+    with pytest.raises(RelayrunError, match="dump 1 is tokenized in part, and 1 of its files would be left out now"):
+        prepare_dumps(dataset, metadata, filter_out=["c.jsonl"])
 
 
 def test_the_estimate_of_hours() -> None:

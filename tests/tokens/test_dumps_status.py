@@ -33,8 +33,8 @@ from tests.waiting import wait_for
 def settings(tmp_path: Path) -> TokenizationSettings:
     """Two dumps of one file each, begun."""
     (tmp_path / "data").mkdir()
-    for name in "ab":
-        write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS))
+    for name, texts in (("a", TEXTS[::-1]), ("b", TEXTS)):
+        write_parquet(tmp_path / "data" / f"{name}.parquet", list(texts))
     prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=2)
     settings = TokenizationSettings(
         tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
@@ -87,7 +87,7 @@ def test_running_tasks_count_and_forecast_the_end(settings: TokenizationSettings
     density = mean_tokens_per_byte([first, second])
     assert density == second.tokens / second.bytes
     left = seconds_left([first, second], tokens_per_byte=density, rate=first.node_rate)
-    assert left == pytest.approx((second.tokens - 50) / 0.5)  # both files hold the same
+    assert left == pytest.approx((first.bytes * density - 50) / 0.5)
     assert "0:16 h" in status_table([first, second]).splitlines()[1]
     (Path(settings.metadata_folder) / "dump-sizes.json").unlink()
     assert seconds_left(read_status(settings.metadata_folder), tokens_per_byte=density, rate=1) is None

@@ -210,18 +210,6 @@ def test_a_share_of_text_that_is_repeated_cannot_be_held_out(mixed: Path) -> Non
     build(mixed / "web", split=0.1)
 
 
-def test_nor_can_a_share_of_text_that_lies_there_twice(mixed: Path) -> None:
-    shutil.copytree(mixed / "web", mixed / "copy")
-    merge_shards(expand_paths([str(mixed / "web")]), mixed / "merged")
-    for other in ("copy", "merged"):
-        train = {"a": expand_paths([str(mixed / "web")]), "b": expand_paths([str(mixed / other)])}
-        build(train)
-        with pytest.raises(InputError, match=r"data\.split would hold out text"):
-            build(train, split=0.1)
-        with pytest.raises(InputError, match=r"data\.split would hold out text"):
-            build({"a": [*train["a"], *train["b"]]}, split=0.1)
-
-
 @pytest.mark.parametrize("path", ["config", "submit"])
 def test_a_submit_refuses_a_split_of_a_mixture_with_repeats(tmp_path: Path, path: str) -> None:
     workspace = Workspace.make(tmp_path)

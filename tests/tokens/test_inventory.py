@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from relayrun.tokens.readers.contents import content_fault
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import read_paths_file, take_inventory
 from relayrun.tokens.streams.files import find_text_files
-from relayrun.tokens.tokenize.dumps import prepare_dumps
+from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 
 LINE = b'{"text": "one"}\n'
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -40,8 +42,8 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def prepared(data: Path, **options: Any) -> list[str]:
-    prepare_dumps(data, data.parent / "meta", n_dumps=1, **options)
-    return sorted(read_paths_file(data.parent / "meta/dumps/paths_file_0.txt"))
+    (dump,) = prepare_dumps(data, data.parent / "meta", n_dumps=1, **options)
+    return sorted(read_paths_file(data.parent / f"meta/dumps/paths_file_{dump.index}.txt"))
 
 
 def lines(data: Path) -> dict[str, dict[str, Any]]:
@@ -141,7 +143,7 @@ def test_common_endings_are_read(tmp_path: Path) -> None:
             out.write(content)
     pq.write_table(table, data / "e.pq")
     pa.feather.write_feather(table, str(data / "f.feather"))
-    assert prepared(data) == names
+    assert {file.path for file in take_inventory(data).taken} == set(names)
     for name in names:
         (array,) = read_column(str(data / name), "text", batch_bytes=1000)
         assert array.to_pylist() == ["one"], name
@@ -197,17 +199,77 @@ def test_sets_of_numbered_files_are_not_mixed(tmp_path: Path, caplog: pytest.Log
         prepared(tmp_path / "hub/data")
 
 
-def test_files_that_may_hold_the_same_text_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_the_same_content_as_another_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     text = b"".join(b'{"text": "%d"}\n' % n for n in range(3000))
-    other = text[:20000] + b"9" + text[20001:]
+    other = text[:10000] + b"9" + text[10001:]  # between the blocks that are sampled
     data = tmp_path / "data"
     write(data, {"a.jsonl": text, "a (1).jsonl": text, "a.jsonl.gz": gzip.compress(text), "b.jsonl": other[::-1]})
+    write(data, {"c.jsonl": other, "b.jsonl.gz": gzip.compress(LINE)})
     (data / "link.jsonl").symlink_to("b.jsonl")
-    assert len(prepared(data)) == 5
-    assert "a.jsonl = a (1).jsonl" in caplog.text
-    assert "a.jsonl.gz = a.jsonl" in caplog.text
-    same = {name: line["same_as"] for name, line in lines(data).items() if "same_as" in line}
-    assert same == {"a.jsonl": "a (1).jsonl", "a.jsonl.gz": "a.jsonl"}
+    assert prepared(data) == ["a.jsonl", "b.jsonl", "b.jsonl.gz", "c.jsonl"]
+    assert "left out, same content as another file: 3 files (" in caplog.text
+    assert "bytes): a (1).jsonl = a.jsonl, a.jsonl.gz = a.jsonl, link.jsonl = b.jsonl" in caplog.text
+    assert "1 files may hold the text of others (names or samples are alike): b.jsonl.gz = b.jsonl" in caplog.text
+    found = lines(data)
+    same = {name: (line["same_as"], line["taken"]) for name, line in found.items() if "same_as" in line}
+    assert same == {
+        "a (1).jsonl": ("a.jsonl", False),
+        "a.jsonl.gz": ("a.jsonl", False),
+        "b.jsonl.gz": ("b.jsonl", True),
+        "link.jsonl": ("b.jsonl", False),
+    }
+    source = DataSource(source="jsonl", path=str(data), weight=1)
+    assert sorted(os.path.basename(file.path) for file in find_text_files(source, "web")) == prepared(data)
+
+
+def test_a_copy_of_a_file_of_a_finished_dump_is_left_out(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", {"a long name.jsonl": LINE})
+    prepared(data)
+    DumpsFolder(tmp_path / "meta").finish(0)
+    write(data, {"a.jsonl": LINE, "b.jsonl": LINE * 2})
+    assert prepared(data) == ["b.jsonl"]
+    assert lines(data)["a.jsonl"]["same_as"] == "a long name.jsonl"
+
+
+def arrow(rows: int) -> bytes:
+    """A stream of Arrow in batches of ten rows."""
+    table = pa.table({"text": [f"text {row}" for row in range(rows)]})
+    file = io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        for batch in table.to_batches(10):
+            writer.write_batch(batch)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (arrow(30), None),
+        (arrow(30) + bytes(8), None),
+        (arrow(30)[:-8], "its stream of Arrow has no end mark"),
+        (arrow(30) + arrow(10), "bytes behind the end mark"),
+    ],
+    ids=["whole", "padded", "cut behind a batch", "two streams"],
+)
+def test_a_stream_of_arrow_ends_with_its_mark(tmp_path: Path, content: bytes, fault: str | None) -> None:
+    write(tmp_path, {"a.arrow": content})
+    with contextlib.nullcontext() if fault is None else pytest.raises(InputError, match=fault):
+        assert sum(map(len, read_column(str(tmp_path / "a.arrow"), "text", batch_bytes=1))) == 30
+
+
+def test_a_saved_data_set_is_what_its_state_file_lists(tmp_path: Path) -> None:
+    state = {"_data_files": [{"filename": f"data-0000{n}-of-00002.arrow"} for n in range(2)], "_split": "train"}
+    files = {f"web/{file['filename']}": arrow(10 + n) for n, file in enumerate(state["_data_files"])}
+    files |= {"web/state.json": json.dumps(state).encode(), "web/cache-0123456789abcdef.arrow": arrow(7)}
+    data = write(tmp_path / "data", files | {"other/x.arrow": arrow(8), "web/data-00000-of-00001.arrow": arrow(9)})
+    write(data, {"foreign/state.json": b"[]", "foreign/y.arrow": arrow(6)})
+    taken = ["foreign/y.arrow", "other/x.arrow", "web/data-00000-of-00002.arrow", "web/data-00001-of-00002.arrow"]
+    assert prepared(data) == taken
+    assert lines(data)["web/cache-0123456789abcdef.arrow"]["why"] == "not listed in state.json"
+    (data / taken[2]).unlink()
+    with pytest.raises(InputError, match=r"data-00000-of-00002.arrow: state.json lists this file, which is missing"):
+        prepared(data)
 
 
 def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,9 +287,31 @@ def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pyte
     assert found("skip-file") == ["a.jsonl"]
     assert "web: left out, hidden or temporary: 1 file (16 bytes): _temporary/0.jsonl" in caplog.text
     assert "web: left out, other content than its name: 1 file" in caplog.text
-    write(data, {"test-0.jsonl": LINE})
+    write(data, {"test-0.jsonl": LINE[::-1]})
     assert found("skip-file") == ["a.jsonl", "test-0.jsonl"]
     assert "web: 1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text
+
+
+def test_a_pattern_of_a_stream_finds_what_a_folder_would(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    files = {"a.jsonl": LINE, "b.jsonl": LINE * 2, "copy.jsonl": LINE, "_tmp/c.jsonl": LINE * 3, "empty.jsonl": b""}
+    data = write(tmp_path / "_mine" / "data", files)
+
+    def found(pattern: str) -> list[str]:
+        source = DataSource(source="jsonl", path=pattern, weight=1)
+        return [os.path.relpath(file.path, data) for file in find_text_files(source, "web")]
+
+    assert found(f"{data}/*.jsonl") == found(f"{data}/**/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert found(str(data)) == ["a.jsonl", "b.jsonl"]
+    assert "web: left out, same content as another file: 1 file (16 bytes): copy.jsonl = a.jsonl" in caplog.text
+    assert "web: left out, hidden or temporary: 1 file (48 bytes): _tmp/c.jsonl" in caplog.text
+    assert found(f"{data}/_*/*.jsonl") == ["_tmp/c.jsonl"]  # spelled out
+    write(data, {"test-0.jsonl": LINE * 4})
+    assert "test-0.jsonl" in found(f"{data}/*.jsonl")
+    assert "of a test set beside other text" in caplog.text
+    write(data, {"page.jsonl": PAGE})
+    with pytest.raises(InputError, match=r"page\.jsonl: a page of HTML"):
+        found(f"{data}/*.jsonl")
 
 
 def test_own_files_and_files_in_place_of_folders(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_training_shard_in_a_validation_set_is_refused_also_through_links(
         link(three[0] + suffix, str(tmp_path / "other") + suffix)
     with pytest.raises(InputError, match=r"s0: 1 training shard.*validation 'v'"):
         build(three[:2], v=[str(tmp_path / "other")])
-    with pytest.raises(InputError, match=r"other: stands twice in train, also as .*s0"):
+    with pytest.raises(InputError, match=r"other: its text also stands in .*s0"):
         build([three[0], str(tmp_path / "other")])
 
 

@@ -197,7 +197,7 @@ def test_a_bucket_that_is_larger_than_expected_is_read_in_pieces(tmp_path: Path,
     data = tmp_path / "data"
     data.mkdir()
     for number in range(4):  # a dictionary holds the text once: on disk the files are small
-        pq.write_table(pa.table({"text": ["x" * 5000] * 2000, "id": range(2000)}), data / f"{number}.parquet")
+        pq.write_table(pa.table({"text": [str(number) * 5000] * 2000, "id": range(2000)}), data / f"{number}.parquet")
     largest: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         load = buckets.Buckets.load

@@ -204,7 +204,7 @@ def test_a_file_in_two_streams_is_refused(data: Data) -> None:
     assert isinstance(values, RunConfig)
     web = values.data.mixture["web"]
     both = values.data.model_copy(update={"mixture": {"web": web, "again": web}})
-    with pytest.raises(InputError, match="stands in the data sets 'web'"):
+    with pytest.raises(InputError, match="its text also stands in"):
         build_manifest(values.model_copy(update={"data": both}))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from functools import partial
@@ -18,9 +19,12 @@ from relayrun.errors import InputError
 from relayrun.tokens.mixture.create_mixture import MAX_REPEATS, create_mixture
 from relayrun.tokens.mixture.shard_selection import parse_token_count
 from relayrun.tokens.shards.checks import ShardCheckResult, verify_shards
+from relayrun.tokens.shards.manifest import doubled_texts
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD
+
+log = logging.getLogger(__name__)
 
 
 def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,7 @@ def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
     add("--most-repeats", type=int, default=MAX_REPEATS, metavar="N", help=repeats)
     others = "take shards of different tokenizers, with a warning: for one to which tokens were added"
     switch("--allow-other-tokenizer", help=others)
+    switch("--replace", help="replace a former mixture that runs of this project read, too")
     switch("--dry-run", help="print the table; write nothing")
     parser.set_defaults(run=run_create_mixture)
 
@@ -57,6 +62,7 @@ def run_create_mixture(arguments: argparse.Namespace) -> int:
         most_repeats=arguments.most_repeats,
         allow_other_tokenizer=arguments.allow_other_tokenizer,
         dry_run=arguments.dry_run,
+        replace_used=arguments.replace,
         report=lambda line: print(line, file=sys.stderr),
     )
     print(summary, end="")
@@ -76,6 +82,8 @@ def run_merge_shards(options: argparse.Namespace) -> int:
     """Concatenate the token shards of a folder, byte by byte. Raises RelayrunError."""
     check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input, listed=True)
+    if (doubled := doubled_texts(prefixes, refuse=True)) is not None:
+        log.warning("%s", doubled)
     shard = merge_shards(prefixes, options.output_prefix, multimodal=options.multimodal)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
     return 0
@@ -97,6 +105,8 @@ def run_prefixes(arguments: argparse.Namespace) -> int:
     if not paths:
         arguments.error("-p/--paths names no folder")
     prefixes = find_prefixes(paths, listed=True)
+    if (doubled := doubled_texts(prefixes)) is not None:
+        log.warning("%s", doubled)
     if arguments.json:
         output = json.dumps(prefixes) + "\n"
     elif arguments.null:

@@ -17,7 +17,7 @@ from pathlib import Path
 from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.files import RealPathCache, read_json
+from relayrun.files import read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
 from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
@@ -33,7 +33,7 @@ from relayrun.tokens.shards.checks import (
     iterate_data_sets,
     shard_tokenizer_errors,
 )
-from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import ShardRecords
 from relayrun.tokens.stores.urls import is_url
@@ -218,6 +218,12 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return manifest
     _check_shards(config, manifest, findings)
+    together = [manifest.datasets[name] for name in config.data.sources]
+    prefixes = [shard.prefix for dataset in together for shard in dataset.shards]
+    if (doubled := doubled_texts(prefixes, [file for dataset in together for file in dataset.files])) is not None:
+        remedy = "leave one of them out, or give it more weight if it is meant"
+        findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
+    _check_frames(config, manifest, findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -275,6 +281,37 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         )
 
 
+def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+    """Warn of documents that begin or end with a token twice or never, by what the records of the shards say."""
+    data, records = config.data, ShardRecords()
+    cuts = {f"data set {name!r}": (manifest.datasets[name], data.cut_by_document.get(name)) for name in data.sources}
+    held_out = {f"validation {name!r}": (shards, data.validation_cut) for name, shards in manifest.validation.items()}
+    for what, (shards, cut) in (cuts | held_out).items():
+        known = (records.of(shard.prefix) for shard in shards.shards)
+        frames = {(each.made.bos, each.made.eos) for each in known if each is not None and each.made is not None}
+        if len(frames) > 1:
+            words = "some documents begin or end with another token than the others, or with none, by their records"
+            findings.warn("data.frames", f"{what}: {words}", remedy="tokenize all of them alike")
+        end = None if cut is None or cut.eos is False else manifest.eod if cut.eos is True else cut.eos
+        for bos, eos in sorted(frames, key=str):
+            remedy, words = "set document_window.drop_eod: true", ""
+            if cut is None:
+                words = "no token ends the documents, which follow each other in a sample" if eos is None else ""
+                remedy = "tokenize them with --append-eod, or use data.order: document-window"
+            elif eos is None and cut.drop_eod:
+                words, remedy = (
+                    "drop_eod asks for a token at the end of each document, and there is none",
+                    "set it false",
+                )
+            elif eos is not None and not cut.drop_eod and eos == end:
+                words = f"document_window.eos puts the token {eos} behind documents that end with it already"
+            elif bos is not None and bos == cut.bos:
+                words = f"document_window.bos puts the token {bos} before documents that begin with it already"
+                remedy = "leave document_window.bos out, or tokenize them without --bos"
+            if words:
+                findings.warn("data.frames", f"{what}: {words}", setting="data.document_window", remedy=remedy)
+
+
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Say what is tokenized as it is read; how often it is read nobody knows before."""
     for name in config.data.streams:
@@ -313,12 +350,12 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
 
 def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
-    records, real_path, size = ShardRecords(), RealPathCache(), manifest.vocabulary_size
+    records, size = ShardRecords(), manifest.vocabulary_size
     known = 0
     unknown: list[str] = []
     for what, shards in iterate_data_sets(manifest, None):
         for shard in shards.shards:
-            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            record = records.of(shard.prefix)
             largest = None if record is None else record.largest_id
             if largest is None:
                 unknown.append(shard.prefix)

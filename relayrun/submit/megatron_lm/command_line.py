@@ -26,7 +26,7 @@ from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, MergedFlags, RemovedByArgs
 from relayrun.submit.megatron_lm.launcher_file import REPLACED_FLAGS, Launcher, read_launcher
-from relayrun.tokens.shards.manifest import check_held_out
+from relayrun.tokens.shards.manifest import check_held_out, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import Shard
 
@@ -44,6 +44,7 @@ def data_path_flags(data: DataSection) -> list[Flag]:
         name: find_prefixes([Path(folder) for folder in folders], listed=True)
         for name, folders in data.validation.items()
     }
+    doubled_texts([prefix for prefixes in found.values() for prefix in prefixes], refuse=True)
     check_held_out(found, validation, split=found if data.split else ())
     if data.mixture:
         training, source = _weighted_prefixes(data.mixture, found), "data.mixture"

@@ -5,6 +5,8 @@ The `refuse_...` functions refuse impossible mixtures, with the numbers that wou
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import os
@@ -15,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from relayrun import progress
+from relayrun.control.rundir.find_runs import all_run_folders
+from relayrun.control.rundir.run import PLAN_NAME
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPathCache, write_atomic
 from relayrun.publishing import InputFiles, published_folder
@@ -26,8 +30,9 @@ from relayrun.tokens.mixture.shard_selection import (
     pass_folder,
     summarise_mixture,
 )
+from relayrun.tokens.shards.manifest import doubled_texts
 from relayrun.tokens.shards.prefixes import SUMMARY_JSON, SUMMARY_TEXT, find_prefixes, mixture_files
-from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
+from relayrun.tokens.shards.shard import Shard, ShardRecords
 
 log = logging.getLogger(__name__)
 
@@ -85,22 +90,16 @@ def refuse_empty_datasets(
 def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = False) -> None:
     """Raise InputError for shards whose records name different tokenizers; `allow`: warn instead."""
     records = ShardRecords()
-    first: tuple[str, TokenizerRecord] | None = None
-    for dataset in datasets:
-        for shard, real in zip(dataset.shards, dataset.bin_paths, strict=True):
-            record = records.of(real.removesuffix(".bin"))
-            if record is None or record.made is None:
-                continue
-            first = first or (shard.prefix, record.made)
-            if record.made.ids == first[1].ids:
-                continue
-            words = f"another tokenizer made this shard than {first[0]}: ids mean other text"
-            hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
-            error = InputError(words, where=shard.prefix, hint=hint)
-            if not allow:
-                raise error
-            log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)
-            return
+    known = ((shard.prefix, records.of(shard.prefix)) for dataset in datasets for shard in dataset.shards)
+    ids = {prefix: record.made.ids for prefix, record in known if record is not None and record.made is not None}
+    first = next(iter(ids), "")
+    if (other := next((prefix for prefix in ids if ids[prefix] != ids[first]), None)) is None:
+        return
+    words = f"another tokenizer made this shard than {first}: ids mean other text"
+    hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
+    if not allow:
+        raise InputError(words, where=other, hint=hint)
+    log.warning("taken, as --allow-other-tokenizer says: %s: %s", other, words)
 
 
 def _min_tokens(dataset: MixtureDataset) -> int:
@@ -140,21 +139,27 @@ def create_mixture(
     most_repeats: int = MAX_REPEATS,
     allow_other_tokenizer: bool = False,
     dry_run: bool = False,
+    replace_used: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
 
     The folder appears atomically and replaces a former mixture; any other content is refused. `tokens`: total; default:
     until the first dataset is used up, or, with `allow_repeats`, the last. `most_repeats`: maximum passes over a
-    dataset. `allow_other_tokenizer`: warn about different tokenizers. `dry_run`: write
-    nothing. `report` receives lines of progress. Raises ConfigError for wrong weights or options, InputError for wrong
-    folders, torn shards, or two tokenizers.
+    dataset. `allow_other_tokenizer`: warn about different tokenizers. `dry_run`: write nothing. `replace_used`: replace
+    also a mixture that runs of the project read. `report` receives lines of progress. Raises ConfigError for wrong
+    weights or options, InputError for wrong folders, torn shards, text that stands there twice, or two tokenizers.
     """
     if len(folders) != len(weights):
         hint = "give one weight a folder, in the same order"
         raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights", hint=hint)
     shares = shard_selection.normalise_weights(weights)
     check_mixture_output(output, folders)
+    if not dry_run and output.exists() and (runs := _runs_that_read(output)):
+        words = f"runs read this mixture, and would go on with other data: {', '.join(runs)}"
+        if not replace_used:
+            raise InputError(words, where=output, hint="choose another output; if it is meant, --replace")
+        log.warning("replaced, as --replace says: %s", words)
     if not dry_run:
         refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
@@ -162,6 +167,8 @@ def create_mixture(
     pairs = [pair for dataset in datasets for pair in zip(dataset.shards, dataset.bin_paths, strict=True)]
     read = InputFiles(path for shard, real in pairs for path in (real, shard.prefix + ".idx"))
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
+    if (doubled := doubled_texts([shard.prefix for shard, _ in pairs], refuse=True)) is not None:
+        log.warning("%s", doubled)
     targets = shard_selection.tokens_per_dataset(
         [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
     )
@@ -219,6 +226,21 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
         _check_former_mixture(final, output)
 
 
+def _runs_that_read(folder: Path) -> list[str]:
+    """Return the project's runs whose frozen data or plan name a path below `folder`."""
+    places = {os.path.join(place, "") for place in (os.path.abspath(folder), os.path.realpath(folder))}
+    names = {json.dumps(place, ensure_ascii=ascii)[1:-1].encode() for place in places for ascii in (True, False)}
+    found = []
+    for run in all_run_folders():
+        for file in (run.manifest, run.path / PLAN_NAME):
+            with contextlib.suppress(OSError):
+                content = file.read_bytes()
+                if any(name in content for name in names):
+                    found.append(f"{run.path.parent.name}/{run.path.name}")
+                    break
+    return found
+
+
 def _check_former_mixture(final: Path, output: Path) -> None:
     if not final.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
@@ -244,7 +266,6 @@ def _read_datasets(
     names = distinct_names(
         bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON)
     )
-    owners: dict[str, str] = {}
     real_path = RealPathCache()
     datasets = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
@@ -256,12 +277,6 @@ def _read_datasets(
         with ThreadPoolExecutor(LINK_THREADS) as pool, progress.Progress("reading sizes", len(prefixes), "shards"):
             shards = [shard for part in pool.map(_open_shards, parts) for shard in part]
         bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
-        for shard, real in zip(shards, bin_paths, strict=True):
-            if real in owners:
-                words = "this shard stands in the mixture twice"
-                hint = "remove one of the links, or give folders that do not overlap"
-                raise InputError(words, where=f"{shard.prefix} and {owners[real]}", hint=hint)
-            owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct_names(

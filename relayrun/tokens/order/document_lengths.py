@@ -21,7 +21,8 @@ from relayrun.progress import Progress, count
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import data_endings, find_data_files
+from relayrun.tokens.readers.inputs import data_endings
+from relayrun.tokens.readers.inventory import find_data_files
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard

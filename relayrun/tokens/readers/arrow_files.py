@@ -24,12 +24,18 @@ _COLUMN_READ_AHEAD = 1 << 20
 _ROWS_READ_AHEAD = 1 << 18
 """Bytes read at a time per column."""
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _ARROW_FILE = b"ARROW1"
 """First bytes of an IPC file; an IPC stream begins differently."""
 
 
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
-    return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
+    """Return the error of a file that Arrow cannot read."""
+    words = f"cannot be read, it may be torn: {first_line(error)}"
+    if "requires too much memory for decoding" in words:
+        words = "it was compressed with a long window of zstd, which is not read here"
+        hint = "`zstd -d --long=31 --memory=2048MB FILE`, and compress it again without --long or --ultra"
+    return InputError(words, where=printable(path), hint=hint)
 
 
 def read_parquet(
@@ -102,6 +108,22 @@ def read_arrow(
         array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))
         yield array
         del array
+    if not is_file:
+        _check_end_of_stream(raw, path)
+
+
+def _check_end_of_stream(raw: BinaryIO, path: str) -> None:
+    """Raise InputError unless an IPC stream that was read to `raw`'s place ends there with its mark: Arrow takes the
+    end of a torn file for the end of the stream, and does not look at a second stream behind the first."""
+    end, _ = raw.tell(), raw.seek(0)
+    mark = _STREAM_END if raw.read(4) == _STREAM_END[:4] else _STREAM_END[4:]  # without the first half until Arrow 0.15
+    raw.seek(max(0, end - len(mark)))
+    if raw.read(len(mark)) != mark:
+        words = "it may be torn: its stream of Arrow has no end mark"
+        raise InputError(words, where=printable(path), hint="fetch or write the file again")
+    if raw.read(4096).strip(b"\0"):
+        words = "there are bytes behind the end mark of its stream of Arrow, which are not read"
+        raise InputError(words, where=printable(path), hint="split the file into its streams")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
+from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.stores import urls
@@ -55,8 +56,11 @@ ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARR
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
+STATE_FILE = "state.json"
+"""Lists the files of a data set that Hugging Face's datasets saved."""
+
 METADATA_FILE_NAMES = (
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
     *("inventory.jsonl", "dump-sizes.json"),
 )
 """Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
@@ -146,12 +150,10 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of the data set: its path below the data set folder, bytes, and identity."""
+    """A file of the data set: its path below the data set folder, and bytes."""
 
     path: str
     size: int
-    identity: tuple[int, int] | str
-    """Device and inode: equal for two paths to one file. Below a URL: the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,28 +204,23 @@ def _why_left_out(
     return None if name.endswith(suffixes) else "ending not read"
 
 
-def find_data_files(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
-) -> list[DataFile]:
-    """Return the files that `take_inventory` takes. Raises as it does, and InputError that names refused files."""
-    inventory = take_inventory(folder, filter_in=filter_in, filter_out=filter_out)
-    inventory.refuse()
-    return list(inventory.taken)
-
-
 def take_inventory(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+    folder: str | os.PathLike[str],
+    *,
+    filter_in: Sequence[str] = (),
+    filter_out: Sequence[str] = (),
+    names: Sequence[str] | None = None,
 ) -> Inventory:
-    """Return all files below `folder`, local or a URL that fsspec knows: the data files, and the others with the
-    reason. A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`,
-    if given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. The first bytes
-    of local files are compared with their names; below a URL the reader does that. Raises InputError if the folder is
-    missing or cannot be listed."""
+    """Return all files below `folder`, local or a URL that fsspec knows, or only local `names` there: the data files,
+    and the others with the reason. A file is kept if its path below `folder` (links not resolved, case-sensitive)
+    contains any of `filter_in`, if given, and none of `filter_out`. Links in a local folder are followed, except to a
+    parent folder. The first bytes of local files are compared with their names; below a URL the reader does that.
+    Raises InputError if the folder is missing or cannot be listed."""
     place, suffixes = urls.absolute_path(folder), data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):
-        for file, why, fault in _list_url_files(place) if urls.is_url(place) else _list_local_files(place):
+        for file, why, fault in _list_files(place, names):
             count(1)
             if by_name := _why_left_out(file.path, suffixes, filter_in, filter_out):
                 why, fault = by_name, None
@@ -238,7 +235,41 @@ def take_inventory(
     why = "other content than its name"
     left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
     taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
+    states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
+    for path in states:
+        taken, more = _by_state_file(place, path, taken)
+        left += more
     return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
+
+
+def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[DataFile], list[LeftOutFile]]:
+    """Leave out the .arrow files beside a `state.json` that it does not list, which are of an earlier set or a cache;
+    its missing files are refused."""
+    folder = os.path.dirname(path)
+    if not (listed := saved_rows(place, path)[1]):
+        return taken, []
+    beside = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
+    stale, there = {file for file in beside if file.path not in listed}, {file.path for file in beside}
+    left = [LeftOutFile(path=file.path, size=file.size, why=f"not listed in {STATE_FILE}") for file in stale]
+    for name in sorted(listed):
+        if name not in there and not os.path.lexists(os.path.join(place, name)):
+            hint = "fetch the data set again, or leave it out with --filter-out"
+            fault = InputError(f"{STATE_FILE} lists this file, which is missing", where=f"{place}/{name}", hint=hint)
+            left.append(LeftOutFile(path=name, size=0, why="missing", fault=fault))
+    return [file for file in taken if file not in stale], left
+
+
+def saved_rows(place: str, path: str) -> tuple[int | None, list[str]]:
+    """Return the rows of a saved data set as its publisher counted them (`dataset_info.json`), None if unknown, and
+    the paths of its files as the state file at `path` below `place` lists them; none if it is of another program."""
+    folder, files = os.path.dirname(path), []
+    try:
+        state = read_json(os.path.join(place, path))
+        files = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+        info = read_json(os.path.join(place, folder, "dataset_info.json"))
+        return int(info["splits"][state["_split"]]["num_examples"]), files
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, files
 
 
 def by_path(file: DataFile | LeftOutFile) -> bytes:
@@ -261,8 +292,12 @@ def _content_fault(place: str, file: DataFile) -> InputError | None:
 _Found = tuple[DataFile, str | None, InputError | None]
 
 
-def _list_url_files(url: str) -> Iterator[_Found]:
-    return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(url))
+def _list_files(place: str, names: Sequence[str] | None) -> Iterator[_Found]:
+    if urls.is_url(place):
+        return ((DataFile(path=path, size=size), None, None) for path, size in urls.list_url(place))
+    if names is None:
+        return _list_local_files(place)
+    return ((DataFile(path=n, size=os.stat(os.path.join(place, n)).st_size), None, None) for n in names)
 
 
 def _list_local_files(folder: str) -> Iterator[_Found]:
@@ -284,11 +319,10 @@ def _list_local_files(folder: str) -> Iterator[_Found]:
                     what = "this link leads nowhere" if entry.is_symlink() else "this file cannot be looked at"
                     what, hint = f"{what} ({error.strerror})", "mend or remove it, or --filter-out"
                     fault = InputError(what, where=printable(entry.path), hint=hint)
-                    yield DataFile(path=path, size=0, identity=path), DEAD_LINK, fault
+                    yield DataFile(path=path, size=0), DEAD_LINK, fault
                     continue
-                identity = (status.st_dev, status.st_ino)
                 if not stat.S_ISDIR(status.st_mode):
                     why = None if stat.S_ISREG(status.st_mode) else "no regular file"
-                    yield DataFile(path=path, size=status.st_size, identity=identity), why, None
-                elif identity not in ancestors:
+                    yield DataFile(path=path, size=status.st_size), why, None
+                elif (identity := (status.st_dev, status.st_ino)) not in ancestors:
                     stack.append((path, ancestors | {identity}))

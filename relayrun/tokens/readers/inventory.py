@@ -13,14 +13,28 @@ import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from relayrun.errors import InputError
+import xxhash
+
+from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokens.readers.contents import file_compression
-from relayrun.tokens.readers.inputs import DataFile, Inventory, LeftOutFile, by_path, data_suffixes
+from relayrun.tokens.readers.inputs import (
+    STATE_FILE,
+    DataFile,
+    Inventory,
+    LeftOutFile,
+    by_path,
+    data_suffixes,
+    saved_rows,
+    take_inventory,
+)
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -31,7 +45,7 @@ _HELD_OUT = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
-_SAMPLE_BYTES, _MOST_NAMES = 4096, 3
+_SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
 
 
 def held_out_split(path: str) -> str | None:
@@ -42,6 +56,20 @@ def held_out_split(path: str) -> str | None:
     words = [word for word in re.split(r"[-._ ]+", name) if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
     known = {*words[:1], *words[-1:], *(folder.removeprefix("split=") for folder in folders)}
     return next((split for split, names in _HELD_OUT.items() if known & names), None)
+
+
+def find_data_files(
+    folder: str | os.PathLike[str], *, names: Sequence[str] | None = None, of: str = "", dead_links_only: bool = False
+) -> list[DataFile]:
+    """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
+    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`."""
+    place = os.fspath(folder)
+    there, twins = leave_out_twins(place, take_inventory(place, names=names))
+    log_inventory(there, twins, of=of)
+    there.refuse(dead_links_only=dead_links_only)
+    for fault, _, _ in set_faults(place, there.taken):
+        log.warning("%s%s", of, fault.message)
+    return list(there.taken)
 
 
 def check_sets(
@@ -76,7 +104,7 @@ def _held_out_sets(folder: str, files: Sequence[DataFile], filter_in: Sequence[s
     for split, found in splits.items():
         if split is None or len(splits) == 1 or chosen & _HELD_OUT[split]:
             continue
-        words = f"{_count(found)} of a {split} set beside other text: {_first_names([file.path for file in found])}"
+        words = f"{_count(found)} of a {split} set beside other text: {first_names([file.path for file in found])}"
         hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
         yield InputError(words, where=folder, hint=hint), "another split", found
 
@@ -98,19 +126,56 @@ def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
             log.warning("%s: %d of the %d files of this set are missing", names, of - len(found), of)
 
 
+def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = ()) -> tuple[Inventory, dict[str, str]]:
+    """Leave out each file that holds the text of another one: the same bytes, or the same after decompression. Returns
+    also the suspects, by path of the other file: below a URL, which is not read, and files that cannot be read, they
+    are taken. Of the same files one of `known` stays, or the shortest name."""
+    twins = find_twins(folder, sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path))))
+    if urls.is_url(folder):
+        return inventory, twins
+    places = sorted({path for pair in twins.items() for path in pair})
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
+    for path, first in [*twins.items()]:
+        alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
+        if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
+            del twins[path]
+    why = "same content as another file"
+    same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
+    left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
+    taken = tuple(file for file in inventory.taken if file.path not in same)
+    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
+
+
+def _text_checksum(path: str) -> str | None:
+    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
+    try:
+        if file_compression(path) is None:
+            return file_checksum(path)
+        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
+
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+            while piece := text.read(1 << 20):
+                digest.update(piece)
+        return digest.hexdigest()
+    except (OSError, RelayrunError, ImportError):
+        return None
+
+
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
-    same size and the same bytes at three places. Links to one file are no twins. Below a URL names are compared."""
+    same size and the same bytes at three places, as links to one file have. Below a URL names are compared."""
     twins: dict[str, str] = {}
-    firsts: dict[str | bytes, DataFile] = {}
+    firsts: dict[str | bytes, str] = {}
     sizes = Counter(file.size for file in files)
     for file in files:
         keys: list[str | bytes] = [file.path.rpartition(".")[0] if file_compression(file.path) else file.path]
         if sizes[file.size] > 1 and not urls.is_url(folder):
-            keys.append(_sample(os.path.join(folder, file.path), file.size))
-        for first in (firsts.setdefault(key, file) for key in keys):
-            if first.identity != file.identity:
-                twins.setdefault(file.path, first.path)
+            keys.insert(0, _sample(os.path.join(folder, file.path), file.size))
+        for first in (firsts.setdefault(key, file.path) for key in keys):
+            if first != file.path:
+                twins.setdefault(file.path, first)
     return twins
 
 
@@ -128,27 +193,56 @@ def _sample(path: str, size: int) -> bytes:
 
 def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
     """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
-    `same_as` of a file that may hold the text of another one."""
+    `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size."""
+    before = _read_inventory(path)
     files: list[DataFile | LeftOutFile] = [*inventory.taken, *inventory.left_out]
     lines = [{"path": file.path, "bytes": file.size, "taken": isinstance(file, DataFile)} for file in files]
     for file, line in zip(files, lines, strict=True):
         if isinstance(file, LeftOutFile):
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
-        elif file.path in twins:
+        if file.path in twins:
             line["same_as"] = twins[file.path]
+        if (known := before.get(file.path, {})).get("bytes") == file.size:
+            line |= {name: known[name] for name in ("rows", "expected_rows") if name in known}
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def _read_inventory(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return {line["path"]: line for line in map(json.loads, path.read_bytes().splitlines())}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # of an earlier version, or damaged
+        return {}
+
+
+def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
+    """Add the tokenized `rows` of files to a written inventory. Warns of a saved data set (`state.json`) whose files
+    are all tokenized and have other rows than its publisher counted."""
+    lines = _read_inventory(path)
+    for name in rows.keys() & lines.keys():
+        lines[name]["rows"] = rows[name]
+    for name, line in lines.items():
+        if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
+            expected, files = saved_rows(folder, name)
+            if expected is not None and all("rows" in lines.get(file, {}) for file in files):
+                found = sum(lines[file]["rows"] for file in files)
+                line |= {"rows": found, "expected_rows": expected}
+                if found != expected:
+                    words = "%s: %s rows were tokenized, and dataset_info.json says %s, perhaps from before a filter"
+                    log.warning(words, name, f"{found:,}", f"{expected:,}")
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:
     """Log a line for each reason with the files that are left out, and a warning of files that may be there twice.
     `of`: the beginning of each line."""
+    pairs = {path: f"{path} = {first}" for path, first in twins.items()}
     for why in sorted({file.why for file in inventory.left_out}):
         files = [file for file in inventory.left_out if file.why == why]
-        log.info("%sleft out, %s: %s: %s", of, why, _count(files), _first_names([file.path for file in files]))
-    if twins:
-        pairs = [f"{one} = {first}" for one, first in twins.items()]
+        names = first_names([pairs.pop(file.path, file.path) for file in files])
+        log.info("%sleft out, %s: %s: %s", of, why, _count(files), names)
+    if pairs:
         words = "%s%s files may hold the text of others (names or samples are alike): %s"
-        log.warning(words, of, f"{len(twins):,}", _first_names(pairs))
+        log.warning(words, of, f"{len(pairs):,}", first_names([*pairs.values()]))
 
 
 def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
@@ -156,6 +250,7 @@ def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
     return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({size:,} bytes)"
 
 
-def _first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """Return the first of these names for a message."""
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return printable(", ".join(names[:_MOST_NAMES])) + more

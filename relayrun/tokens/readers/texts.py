@@ -193,7 +193,7 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
             raise missing_column_error(path, column, _leaf_names(schema))
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
+    if not (is_text(inner) or is_bytes(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
         raise InputError(f"column {column!r} holds {inner}, not text", where=printable(path))
     return names
 
@@ -215,6 +215,8 @@ def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     array = functools.reduce(pc.struct_field, fields[1:], batch.column(fields[0]))
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if is_bytes(array.type):  # as Spark, Hive and Impala write texts; `keep_utf8` looks at the bytes
+        array = array.view(pa.string() if pa.types.is_binary(array.type) else pa.large_string())
     return array if is_text(array.type) else array.cast(pa.large_string())
 
 
@@ -270,6 +272,11 @@ def row_namer(path: str, group: int, first: int, *, what: str = "row group") -> 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds texts with 32-bit or 64-bit offsets."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds bytes, which may be texts without their mark."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _leaf_names(schema: pa.Schema) -> list[str]:

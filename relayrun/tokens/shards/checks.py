@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.files import RealPathCache, file_size
+from relayrun.files import file_size
 from relayrun.progress import Progress, count
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
@@ -60,13 +60,13 @@ def shard_tokenizer_errors(
     """Return an error for every data set and way in which shards differ from the run's tokenizer, and shards without a
     record. `mixture`: names of the data sets to check, besides all validation sets; None: all. `ends_matter`: the run
     depends on the id that ends a document. Prefixes of shards without a record come by data set."""
-    records, real_path = ShardRecords(), RealPathCache()
+    records = ShardRecords()
     errors: list[InputError] = []
     without: dict[str, list[str]] = {}
     for what, dataset in iterate_data_sets(manifest, mixture):
         wrong: dict[str, list[str]] = {}
         for shard in dataset.shards:
-            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            record = records.of(shard.prefix)
             if record is None or record.made is None:
                 without.setdefault(what, []).append(shard.prefix)
             elif (words := _tokenizer_difference(record.made, manifest, ends_matter)) is not None:
@@ -168,7 +168,7 @@ def _verify_shard(
         faults += _cut_faults(shard, whole)
     if not faults and eod is not None:
         faults += _document_end_faults(shard, eod)
-    record = None if records is None else records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
+    record = None if records is None else records.of(prefix)
     expected = {} if record is None else record.xxh3_128
     digest = xxhash.xxh3_128() if expected else None
     faults += _id_faults(shard, vocabulary_size, digest)

@@ -13,9 +13,11 @@ modification time tells whether it may have been edited between them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -238,19 +240,14 @@ class Manifest:
         return manifest
 
     def check_apart(self, mixture: Iterable[str], *, split: float = 0.0) -> None:
-        """Raise InputError if a shard stands twice in a set or in the mixture, or its text in a validation set.
-        `mixture` names the data sets that are read together. Links and hard links to one .bin are one shard; a data set
-        that left the mixture may be gone from disk. Also raises as `check_held_out`."""
+        """Raise InputError if text stands twice in a validation set or in the mixture (`doubled_texts`), or in both.
+        `mixture` names the data sets that are read together; a data set that left the mixture may be gone from disk.
+        Also raises as `check_held_out`."""
         together = set(mixture)
-        in_training: dict[tuple[int, int], tuple[str, str]] = {}
-        for name, dataset in self.datasets.items():
-            for identity, prefix in _file_identities(name, dataset, missing_ok=name not in together).items():
-                other, first = in_training.setdefault(identity, (name, prefix))
-                if other != name and {name, other} <= together:
-                    words = f"stands in the data sets {other!r} ({first}) and {name!r}"
-                    raise InputError(words, where=prefix, hint="name each shard once, or its tokens are repeated")
-        for name, dataset in self.validation.items():
-            _file_identities(f"validation {name!r}", dataset)
+        read = [dataset for name, dataset in self.datasets.items() if name in together]
+        for sets in (read, *([dataset] for dataset in self.validation.values())):
+            prefixes = [shard.prefix for dataset in sets for shard in dataset.shards]
+            doubled_texts(prefixes, [file for dataset in sets for file in dataset.files], refuse=True)
         training, validation = (
             {name: [shard.prefix for shard in dataset.shards] for name, dataset in sets.items()}
             for sets in (self.datasets, self.validation)
@@ -332,27 +329,37 @@ def check_held_out(
             raise InputError(words, where=first, hint="held-out data must not be trained on: mend one set")
 
 
-def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
-    """Map (device, inode) of every .bin to its prefix, and of every local file of text to its path."""
-    found: dict[tuple[int, int], str] = {}
-    below_urls = [shard.prefix for shard in dataset.shards if "://" in shard.prefix]
-    if len(set(below_urls)) < len(below_urls):
-        twice = next(prefix for number, prefix in enumerate(below_urls) if prefix in below_urls[:number])
-        raise InputError(f"stands twice in {name}", where=twice, hint="name each shard once")
-    named = [(shard.prefix, shard.prefix + ".bin") for shard in dataset.shards if "://" not in shard.prefix]
-    named += [(file.path, file.path) for file in dataset.files if "://" not in file.path]
-    for prefix, path in named:
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            if missing_ok:
-                continue
-            raise
-        other = found.setdefault((status.st_dev, status.st_ino), prefix)
-        if other is not prefix and not is_repeated_pass(prefix, other):
-            hint = "name each shard once, or its tokens are repeated within an epoch"
-            raise InputError(f"stands twice in {name}, also as {other}", where=prefix, hint=hint)
-    return found
+def doubled_texts(prefixes: Sequence[str], files: Sequence[TextFileEntry] = (), *, refuse: bool = False) -> str | None:
+    """Describe the shards and raw files of training whose text also stands in another one of them; None if there are
+    none, or only passes of a mixture. `refuse`: raise InputError where checksums of tokens are the same; of a raw file
+    another column may have been read, and shards without a checksum are compared by their ends."""
+    records = ShardRecords()
+    texts = records.texts(prefixes)
+    for file in files:
+        whole = f"xxh3-128:{file.content}" if file.content else ""
+        texts[file.path] = {file.path, *records.texts_of_file(file.path, file.size, whole)}
+    known = set(prefixes)
+    for name, its in texts.items():
+        with contextlib.suppress(OSError):  # below a URL
+            status = os.stat(name + ".bin" if name in known else name)
+            its.add(f"/{status.st_dev}:{status.st_ino}")
+    names = [*prefixes, *(file.path for file in files)]
+    first: dict[str, int] = {}
+    pairs: dict[str, str] = {}
+    for number, name in enumerate(names):
+        for text in texts[name] or {name}:
+            other = names[first.setdefault(text, number)]
+            if first[text] != number and not is_repeated_pass(name, other):
+                pairs[name] = other
+                exact = re.fullmatch(r"[0-9a-f]{32}|(/|\w+://)(?!.* \d+$).*", text, re.DOTALL)  # a checksum or a file
+                if refuse and exact:
+                    hint = "leave one of them out; text is repeated by the weights of a mixture"
+                    raise InputError(f"its text also stands in {other}", where=name, hint=hint)
+    if not pairs:
+        return None
+    shown = ", ".join(f"{name} has text of {other}" for name, other in [*pairs.items()][:3])
+    more = f" and {len(pairs) - 3:,} more" if len(pairs) > 3 else ""
+    return f"text stands twice in the data, and is trained on twice as often as the rest: {shown}{more}"
 
 
 def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:

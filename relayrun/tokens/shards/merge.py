@@ -75,6 +75,18 @@ def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -
     return None
 
 
+def refuse_stale_merge(output: str | os.PathLike[str], prefixes: Sequence[str]) -> None:
+    """Raise InputError if one of these shards is not in the merged shard `output` by its record."""
+    records = ShardRecords()
+    merged = records.of(os.fspath(output))
+    for prefix in prefixes if merged is not None and merged.texts else ():
+        record = records.of(prefix)
+        if record is not None and merged is not None and record.xxh3_128.get("bin", "") not in {"", *merged.texts}:
+            words = f"it is stale: {prefix} was made again since"
+            hint = "move it, its .idx and its .record.json away, and merge again"
+            raise InputError(words, where=f"{os.fspath(output)}.bin", hint=hint)
+
+
 def _paths(prefixes: Sequence[str]) -> list[str]:
     return [prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")]
 
@@ -171,8 +183,8 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
         words = f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}"
         raise InputError(words, where=other.prefix, hint="merge shards of one tokenizer alone")
-    records, real_path = ShardRecords(), files.RealPathCache()
-    known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
+    records = ShardRecords()
+    known = [records.of(prefix) for prefix in prefixes]
     texts = frozenset().union(*records.texts(prefixes).values())
     return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), texts)
 
@@ -197,6 +209,8 @@ def _common_tokenizer(
             what = "another tokenizer made this shard than"
         elif made.eos != other.eos:
             what = f"documents end with {_describe_token(made.eos)} here, with {_describe_token(other.eos)} in"
+        elif made.bos != other.bos:
+            what = f"documents begin with {_describe_token(made.bos)} here, with {_describe_token(other.bos)} in"
         else:
             continue
         raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")

@@ -82,12 +82,17 @@ def _match_path(path: str) -> tuple[list[Path], set[str]]:
     return below, shards
 
 
+def literal_front(path: str) -> str:
+    """Return the longest front of a path, in whole names, that exists."""
+    parts = path.split("/")
+    fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(filter(os.path.lexists, fronts), "")
+
+
 def escape_literal_front(path: str) -> str:
     """Return `path` as a pattern whose longest existing front is literal. The start of a name before its first `*` or
     `?` is literal, too, if an existing name begins with it: `web[2024]-*`."""
-    parts = path.split("/")
-    fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
-    front = next(filter(os.path.lexists, fronts), "")
+    front = literal_front(path)
     begin = literal_name_start(path[len(front) :])
     if begin and glob.glob(glob.escape(front + begin) + "*"):
         front += begin

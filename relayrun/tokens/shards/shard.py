@@ -49,6 +49,8 @@ class TokenizerRecord:
     """Entries of the vocabulary."""
     eos: int | None
     """Id that ends every document; None: no id does."""
+    bos: int | None = None
+    """Id that begins every document; None: no id does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,9 @@ class ShardRecords:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
         self._real_path = RealPathCache()
 
-    def of(self, real_prefix: str) -> ShardRecord | None:
-        """Return the record of the shard whose .bin is the real file `real_prefix`.bin; None if there is no record."""
+    def of(self, prefix: str) -> ShardRecord | None:
+        """Return the record of the shard `prefix`, beside its real .bin; None if there is no record."""
+        real_prefix = self._real_path(prefix + ".bin").removesuffix(".bin")
         folder, name = os.path.split(real_prefix)
         if folder not in self._folders:
             self._folders[folder] = _read_folder_record(folder), _list_shard_records(folder)
@@ -136,9 +139,8 @@ def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
     try:
         record: Any = read_json(os.path.join(folder, FOLDER_RECORD))
         settings, known, dataset = record["settings"], record["tokenizer"], record["source"]["dataset"]
-        made = TokenizerRecord(
-            fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], eos=settings["eos"]
-        )
+        ends = {"eos": settings["eos"], "bos": settings.get("bos")}
+        made = TokenizerRecord(fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], **ends)
         return {
             name: ShardRecord(
                 made=made,

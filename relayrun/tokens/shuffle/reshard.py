@@ -33,7 +33,8 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
-from relayrun.tokens.readers.inputs import data_endings, find_data_files
+from relayrun.tokens.readers.inputs import data_endings
+from relayrun.tokens.readers.inventory import find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -20,10 +21,10 @@ from relayrun.config.sections.data import DataSource, StreamSection, StreamSubse
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
-from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format, find_data_files, take_inventory
-from relayrun.tokens.readers.inventory import find_twins, log_inventory, set_faults
+from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format
+from relayrun.tokens.readers.inventory import find_data_files
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
-from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
+from relayrun.tokens.shards.prefixes import escape_literal_front, literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
@@ -128,32 +129,31 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _files_below(folder: str, where: str, *, skip_files: bool) -> list[tuple[str, int]]:
-    """Return path and bytes of the files below a folder or URL; log what is left out. Raises InputError if refused."""
-    there = take_inventory(folder)
-    log_inventory(there, find_twins(folder, there.taken), of=f"{where}: ")
-    there.refuse(dead_links_only=skip_files)
-    for fault, _, _ in set_faults(folder, there.taken):
-        log.warning("%s: %s", where, fault.message)
-    return [(urls.join_path(folder, file.path), file.size) for file in there.taken]
+def _files_below(folder: str, **options: Any) -> list[tuple[str, int]]:
+    """Return path and bytes of the files that `find_data_files` finds."""
+    return [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder, **options)]
 
 
 def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]:
     wanted = FORMATS[source.source]
     skips = source.stream is not None and source.stream.on_error != "fail"
-    below = partial(_files_below, where=where, skip_files=skips)
+    below = partial(_files_below, of=f"{where}: ", dead_links_only=skips)
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
-    found = []
+    front = os.path.abspath(literal_front(path)) if is_pattern else ""
+    found, names = [], []
     for match in map(urls.resolve_url_link, places):
         if urls.is_url(match):
             found += _below_url(match, below)
         elif os.path.isdir(match):
             found += below(os.path.abspath(match))
+        elif os.path.isfile(match) and is_pattern and re.search(r"(^|/)[._]", path[len(literal_front(path)) :]) is None:
+            names.append(os.path.relpath(match, front))  # by the rules of a folder, but for what the pattern spells out
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
+    found += below(front, names=names) if names else []
     fitting = [(file, size) for file, size in found if file_format(file) is wanted]
     others = sorted({file_format(file).name for file, _ in found} - {wanted.name})
     if fitting and others:
@@ -174,7 +174,7 @@ def _below_url(url: str, below: Callable[[str], list[tuple[str, int]]]) -> list[
             return [(url, urls.stat_url(url)[0])]
         return below(url)
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
-    inside = [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
+    inside = below(folder)
     pattern = _pattern(url, [file for file, _ in inside])
     return [(file, size) for file, size in inside if pattern.fullmatch(file)]
 
@@ -216,7 +216,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
 
 def _filtered(table: pa.Table, condition: Condition, setting: str, where: str) -> pa.Table:
     try:
-        return table.filter(arrow_expression(condition))
+        return table.filter(arrow_expression(condition, table.schema))
     except pa.ArrowException as error:
         raise ConfigError(f"{setting} does not fit the columns: {str(error).splitlines()[0]}", where=where) from None
 

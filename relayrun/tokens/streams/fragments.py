@@ -172,7 +172,7 @@ class FragmentReader:
         self._condition = stream_filter(stream)
         self._by_line = any(file_format(file.path).by_line for file in files)
         """True if the condition is checked while lines are parsed, not on tables."""
-        self._filter = None if self._condition is None or self._by_line else arrow_expression(self._condition)
+        self._filter = None if self._by_line else self._condition
         columns = dict.fromkeys([*condition_columns(self._condition), *stream.extra_columns])
         self._columns = [] if self._by_line else [*columns]
         self._left_out: dict[int, str | None] = {}
@@ -228,8 +228,9 @@ class FragmentReader:
             chosen = chosen[np.asarray(reasons.is_null(), np.bool_)]
         if self._filter is not None and len(chosen):
             asked = rows.select(self._columns).append_column(_ROW_COLUMN, integers_to_arrow(np.arange(len(rows))))
+            condition = arrow_expression(self._filter, asked.schema)
             try:
-                kept = asked.take(integers_to_arrow(chosen)).filter(self._filter)[_ROW_COLUMN]
+                kept = asked.take(integers_to_arrow(chosen)).filter(condition)[_ROW_COLUMN]
             except pa.ArrowException as error:
                 raise FatalTrainingError(
                     f"stream.filters does not fit the columns of some files: {str(error).splitlines()[0]}",

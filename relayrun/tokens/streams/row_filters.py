@@ -35,26 +35,30 @@ from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 
 
-def arrow_expression(condition: Condition) -> pc.Expression:
+def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
+    """Return a condition for tables of `schema`. Beside a constant with a fraction, integers become doubles, since
+    Arrow would make them floats of 32 bits and refuse those above 2^24."""
     match condition:
         case Compare(left, sign, right):
-            return OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
+            wide = schema if isinstance(left, float) or isinstance(right, float) else None
+            return OPERATORS[sign](_arrow_operand(left, wide), _arrow_operand(right, wide))
         case Both(left, "and", right):
-            return arrow_expression(left) & arrow_expression(right)
+            return arrow_expression(left, schema) & arrow_expression(right, schema)
         case Both(left, _, right):
-            return arrow_expression(left) | arrow_expression(right)
+            return arrow_expression(left, schema) | arrow_expression(right, schema)
         case InList(item, values):
             return _arrow_operand(item).isin(pa.array(values))
         case IsNull(item):
             return _arrow_operand(item).is_null()
         case Not(inner):
-            return ~arrow_expression(inner)
+            return ~arrow_expression(inner, schema)
 
 
-def _arrow_operand(part: ConditionOperand) -> pc.Expression:
+def _arrow_operand(part: ConditionOperand, wide: pa.Schema | None = None) -> pc.Expression:
     match part:
         case Variable(name):
-            return pc.field(name)
+            integers = wide is not None and name in wide.names and pa.types.is_integer(wide.field(name).type)
+            return pc.field(name).cast(pa.float64(), safe=False) if integers else pc.field(name)
         case TextLength(column):
             return pc.utf8_length(_arrow_operand(column))
     return pc.scalar(part)

@@ -90,7 +90,7 @@ class SampleShape:
         cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         return cls(
             seq_length=seq_length,
-            eod=None if settings.drop_eod else eod,
+            eod=None if settings.drop_eod or cut.eos == eod else eod,  # a window that ends with it gets no second one
             padding=eod or 0,
             cut=replace(cut, drop_end=None),  # the framing leaves it away
             settings=settings,

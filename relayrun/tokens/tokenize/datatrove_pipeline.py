@@ -231,7 +231,11 @@ def _process_tokenizer(
         options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
     )
     made = TokenizerRecord(
-        fingerprint=loaded.fingerprint, ids=loaded.ids_fingerprint, size=loaded.size, eos=loaded.eos_id
+        fingerprint=loaded.fingerprint,
+        ids=loaded.ids_fingerprint,
+        size=loaded.size,
+        eos=loaded.eos_id,
+        bos=loaded.bos_id,
     )
     return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
 

@@ -34,6 +34,7 @@ from relayrun.files import write_atomic
 from relayrun.leftovers import owner_may_live, process_identity
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.readers.inventory import add_rows
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards
@@ -135,6 +136,8 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             "total_tokens_processed": result.tokens,
             "throughput": round(result.tokens / seconds, 1),
         }
+        with processes.file_lock(metadata.path / ".inventory.lock"):
+            add_rows(metadata.inventory, metadata.dataset(), result.rows)
         append_csv_row(settings.csv, row)  # before the move: a kill in between adds a second row, but loses none
         metadata.finish(index)
     return row

@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, combined_error, on_interrupt, refuse_unwritable
@@ -41,6 +42,8 @@ from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import printable
+from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.processes import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -77,6 +80,10 @@ class DumpsFolder:
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
+
+    def shards(self, index: int) -> Path:
+        """Return the folder of the shards of dump `index`."""
+        return self.tokenized_link.resolve() / f"dump-{index}"
 
     def pending(self) -> list[int]:
         """Return the numbers of the dumps to tokenize, ascending."""
@@ -209,36 +216,81 @@ def prepare_dumps(
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
-    found = files_there.taken
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
         metadata.refuse_live_jobs()
-        twins = inventory.find_twins(dataset, found)
-        inventory.write_inventory(metadata.inventory, files_there, twins)
-        inventory.log_inventory(files_there, twins)
-        files_there.refuse()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
             raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
-        done_files = [metadata.completed / f"paths_file_{index}.txt" for index in finished]
-        done = {name for file in done_files for name in inputs.read_paths_file(file)}
+        begun = _begun_dumps(metadata, dataset, files_there)
+        done = {name for dump in begun.values() for name in dump.names}
+        files_there, twins = inventory.leave_out_twins(dataset, files_there, done)
+        found = files_there.taken
+        inventory.write_inventory(metadata.inventory, files_there, twins)
+        inventory.log_inventory(files_there, twins)
+        files_there.refuse()
+        again = {index: dump for index, dump in begun.items() if dump.again}
         files = [file for file in found if file.path not in done]
-        if not files:
+        if not files and not again:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
+        by_name = {file.path: file for file in found}
+        dumps = [Dump(index=i, files=tuple(map(by_name.__getitem__, dump.names))) for i, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
+        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
-        _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
         with published_folder(metadata.dumps, replaces=_check_paths_files) as fresh:
             for index, content in contents.items():
                 write_atomic(fresh / f"paths_file_{index}.txt", content)
+        for index, dump in again.items():  # last: until then the next prepare finds the same
+            if dump.gone:
+                shard_folder.remove_from_record(metadata.shards(index), inputs=dump.gone)
+            (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
+
+
+class _BegunDump(NamedTuple):
+    """A dump with shards."""
+
+    names: list[str]
+    """Its files, without those that are gone."""
+    gone: list[str]
+    again: bool
+    """It is to be submitted: it is pending, or files changed or are gone."""
+
+
+def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -> dict[int, _BegunDump]:
+    """Return the finished dumps and those with shards, compared with their files by the record; name what changed.
+    Raises RelayrunError if a file of a dump that is to be submitted is left out now."""
+    taken, finished = {file.path for file in there.taken}, metadata.finished()
+    sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
+    found: dict[int, _BegunDump] = {}
+    for index in sorted({*finished, *metadata.pending()}):
+        pending, folder = index not in finished, metadata.shards(index)
+        if pending and not any(folder.glob("*.bin")):
+            continue
+        paths_file = metadata.paths_file(index) if pending else metadata.completed / f"paths_file_{index}.txt"
+        names = inputs.read_paths_file(paths_file)
+        changed, gone = shard_folder.stale_inputs(folder, dataset, sizes)
+        if len(gone) == len(names):
+            log.warning("dump %d: all its files are gone: its shards stay", index)
+            changed, gone = [], []
+        for what, files in (("changed", changed), ("are gone", gone)):
+            if files:
+                words = "dump %d: %s of its files %s since it was tokenized, and their shards are made again: %s"
+                log.warning(words, index, f"{len(files):,}", what, inventory.first_names(files))
+        names = [name for name in names if name not in gone]
+        found[index] = _BegunDump(names, gone, again=pending or bool(changed or gone))
+        if found[index].again and (left_out := [name for name in names if name not in taken]):
+            words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
+            hint = "give the options of before, or delete the folder of its shards and its paths file"
+            raise RelayrunError(f"dump {index} is tokenized in part, and {words}", where=folder, hint=hint)
+    return found
 
 
 def _check_paths_files(dumps: Path) -> None:
@@ -253,20 +305,6 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
     return size / 1e9 * seconds_per_gb / 3600
 
 
-def count_files_linked_twice(files: Sequence[inputs.DataFile]) -> int:
-    """Count the `files` with more than one path, which are tokenized more than once."""
-    return len(files) - len({file.identity for file in files})
-
-
-def _refuse_to_change_half_done(metadata: DumpsFolder, contents: dict[int, bytes]) -> None:
-    """Raise RelayrunError: the shards of a half-tokenized dump are valid only for its present paths file."""
-    for index in metadata.pending():
-        output = metadata.tokenized_link / f"dump-{index}"
-        if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
-            words = f"dump {index} is half tokenized, and would now hold other files"
-            raise RelayrunError(words, where=output, hint="finish it by submitting again, or delete this folder")
-
-
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     """Print files, GB and estimated hours of every dump, and the totals."""
     files = [file for dump in dumps for file in dump.files]
@@ -276,8 +314,6 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     for name, count, size in rows:
         hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
-    if twice := count_files_linked_twice(files):
-        log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")
 
 
 def merged_prefix(dataset: Path, dump: str) -> Path:
@@ -287,7 +323,7 @@ def merged_prefix(dataset: Path, dump: str) -> Path:
 def unmerged_dumps(dataset: Path) -> list[str]:
     """Return the names of the dumps that are not merged yet. Raises RelayrunError for torn shards, for different
     tokenizers or token types, and for lack of space."""
-    from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
+    from relayrun.tokens.shards.merge import inspect_inputs, refuse_stale_merge  # on demand: numpy
     from relayrun.tokens.shards.prefixes import find_prefixes
 
     dumps = sorted(path.name for path in dataset.glob("dump-*") if path.is_dir())
@@ -299,12 +335,14 @@ def unmerged_dumps(dataset: Path) -> list[str]:
     size = 0
     for name in dumps:
         output = merged_prefix(dataset, name)
-        if output.with_name(f"{output.name}.idx").exists():
-            log.info("%s: merged already", name)
-            continue
-        names.append(name)
         try:
-            size += inspect_inputs(find_prefixes([dataset / name], listed=True), output).bytes
+            prefixes = find_prefixes([dataset / name], listed=True)
+            if output.with_name(f"{output.name}.idx").exists():
+                refuse_stale_merge(output, prefixes)
+                log.info("%s: merged already", name)
+                continue
+            names.append(name)
+            size += inspect_inputs(prefixes, output).bytes
         except InputError as error:
             errors.append(error)
     if errors:

@@ -21,6 +21,7 @@ from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inpu
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.losses import describe_losses
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
@@ -49,6 +50,9 @@ class TokenizeResult:
     skipped_files: int
     bad_lines: dict[str, int]
     """Skipped lines by reason."""
+    losses: dict[str, int]
+    rows: dict[str, int]
+    """Rows of each file."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -97,6 +101,9 @@ def tokenize_paths_file(
             tokenizer = load_tokenizer(options)
         folder = _open_folder(output, names, options, tokenizer, source, logs)
         parts = [ShardTask(name, tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
+        if len(names) < options.tasks != TokenizeOptions.default("tasks"):
+            words = "%d files make at most %d shards, each by one worker: `relayrun dumps shuffle` cuts large files"
+            log.info(words, len(names), len(names))
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
         todo = _unfinished_tasks(folder, parts, source, workers)
         for part in todo:
@@ -110,12 +117,14 @@ def tokenize_paths_file(
                 process_engine(context.definition, context.fingerprint, context.selection)
                 _run_tasks(folder, todo, context, workers)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
+    if (lost := describe_losses(result.losses, result.tokens)) is not None:
+        log.warning("%s: %s", output, lost)
     if not result.documents:
         raise InputError(
             f"no document with text in {len(names):,} files, so there is no shard: "
             f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
             where=paths_file,
-            hint=f"is {options.column!r} the column of the text?",
+            hint=lost or f"is {options.column!r} the column of the text?",
         )
     return result
 
@@ -211,6 +220,9 @@ def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
         yield
 
 
+_SUMS = ("documents", "tokens", "empty_documents", "null_documents", "routed_documents")
+
+
 def _result(
     folder: ShardFolder, inputs: Collection[InputFile], *, workers: int, tasks_run: int, seconds: float
 ) -> TokenizeResult:
@@ -218,13 +230,11 @@ def _result(
     return TokenizeResult(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
-        documents=sum(task.documents for task in tasks),
-        tokens=sum(task.tokens for task in tasks),
-        empty_documents=sum(task.empty_documents for task in tasks),
-        null_documents=sum(task.null_documents for task in tasks),
-        routed_documents=sum(task.routed_documents for task in tasks),
+        **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
+        losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),
+        rows={file[0]: rows for task in tasks for file, rows in zip(task.inputs, task.file_rows, strict=False)},
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,

@@ -24,7 +24,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
-from relayrun.tokens.readers.inputs import InputFile
+from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
@@ -125,6 +125,9 @@ class SkippedFile:
     """In few words, for counting."""
 
 
+_COUNTS = ("rows", "documents", "empty_documents", "null_documents", "losses")
+
+
 @dataclass(kw_only=True)
 class TaskRecord:
     """Result of one task; `tokens` is 0 if it has no shard."""
@@ -132,14 +135,20 @@ class TaskRecord:
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
     """The fingerprint of each input, see `file_content_hash`; empty for a skipped file."""
+    rows: int = 0
+    """Rows or lines with a text or a null."""
     documents: int = 0
     file_documents: list[int] = field(default_factory=list)
     """Documents of each input."""
+    file_rows: list[int] = field(default_factory=list)
+    """Rows or lines of each input, also those that gave no document."""
     tokens: int = 0
     largest_id: int | None = None
     """The largest id in the shard; None if the shard is empty."""
     empty_documents: int = 0
     null_documents: int = 0
+    losses: dict[str, int] = field(default_factory=dict)
+    """What the tokenizer lost, see `encode.losses`."""
     routed_documents: int = 0
     """Documents that went to the reference instead of the fast engine."""
     engine: str = ""
@@ -157,12 +166,12 @@ class TaskRecord:
     """Seconds since 1970."""
     seconds: float = 0.0
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the documents of all three kinds, for `restore`."""
-        return self.documents, self.empty_documents, self.null_documents
+    def counts(self) -> dict[str, Any]:
+        """Return the counts of documents and losses, for `restore`."""
+        return {name: getattr(self, name) for name in _COUNTS}
 
-    def restore(self, counts: tuple[int, int, int]) -> None:
-        self.documents, self.empty_documents, self.null_documents = counts
+    def restore(self, counts: Mapping[str, Any]) -> None:
+        vars(self).update(counts)
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
@@ -333,17 +342,42 @@ class FolderRecord:
             raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
 
 
-def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
-    """Remove shard `name` from the record of a folder, so that the next run makes it again. Warns if it cannot."""
+def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Collection[str] = ()) -> None:
+    """Remove shards `names` from the record of a folder, and `inputs` with the shards that hold them, so that the next
+    run makes these shards again. Warns if it cannot."""
     try:
         with file_lock(Path(folder, ".lock"), wait=False) as held:
             if not held:
                 raise OSError("another process writes shards here")
             record = read_json(Path(folder, FOLDER_RECORD))
-            del record["shards"][name]
+            for shard, files in record["parts"].items():
+                record["parts"][shard] = [name for name in files if name not in inputs]
+                if shard in names or len(record["parts"][shard]) < len(files):
+                    record["shards"].pop(shard, None)
             write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
-        log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
+        log.warning("%s: %s cannot be struck from the record: %s", folder, ", ".join([*names, *inputs]), error)
+
+
+def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Return the inputs of the shards of `folder` that changed since they were read, and those that are gone; none
+    without a record. Local files are compared by `is_unchanged`; below a URL by `sizes`, the bytes by path."""
+    try:
+        record = FolderRecord.read(folder)
+    except (FileNotFoundError, InputError):
+        return [], []
+    known = [pair for task in record.tasks.values() for pair in zip(task.inputs, task.fingerprints, strict=True)]
+    if is_url(dataset):
+        now = [(name, sizes.get(name, 0), changed if name in sizes else -1) for (name, _, changed), _ in known]
+    else:
+        now = stat_inputs(dataset, [then[0] for then, _ in known], missing_ok=True)
+    changed, gone = [], []
+    for there, (then, digest) in zip(now, known, strict=True):
+        if there[1:] == MISSING_FILE != then[1:]:
+            gone.append(then[0])
+        elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
+            changed.append(then[0])
+    return changed, gone
 
 
 def shard_name(rank: int) -> str:

@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,15 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
-from relayrun.tokens.tokenize.encode.libraries import Engine, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
@@ -177,9 +179,10 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 record.restore(before)
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
                 record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
-                known = ""
+                known, faults = "", LineFaults()
             record.fingerprints.append(known)
-            record.file_documents.append(record.documents - before[0])
+            record.file_documents.append(record.documents - before["documents"])
+            record.file_rows.append(record.rows - before["rows"] + sum(faults.counts.values()))
         if bad:
             raise combined_error(bad, "files failed")
         shard.finish()
@@ -216,7 +219,7 @@ def _tokenize_file(
     faults: LineFaults,
 ) -> str:
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
-    path = join_path(job.dataset, file[0])
+    path, first = join_path(job.dataset, file[0]), record.rows
     options = job.options
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     for texts in _text_batches(_gather_arrays(arrays, job), job, record):
@@ -229,10 +232,14 @@ def _tokenize_file(
             else:
                 record.empty_documents += 1
         else:
-            ids, lengths = job.framing.apply(*engine.encode(texts), shard.reserve)
+            texts, encoded = _encode(engine, texts, faults, f"{printable(path)}, text {record.rows - first + 1}")
+            losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
+            record.losses = dict(losses + Counter(record.losses))
+            ids, lengths = job.framing.apply(*encoded, shard.reserve)
             record.documents += len(lengths)
-            record.empty_documents += len(texts) - len(lengths)
+            record.empty_documents += max(0, len(texts) - len(lengths) - losses[LOST_DOCUMENTS])  # 0: they are kept
             shard.add(ids, lengths)
+        record.rows += len(texts)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
@@ -240,6 +247,32 @@ def _tokenize_file(
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
     return known
+
+
+def _encode(engine: Engine, texts: PackedTexts, faults: LineFaults, where: str) -> tuple[PackedTexts, Encoded]:
+    """Return the texts that the tokenizer can encode, and their ids; `faults` gets the others. `where`: the first."""
+    try:
+        return texts, engine.encode(texts)
+    except Exception as error:
+        if type(error) is not Exception:  # not one of the tokenizers library
+            raise
+    place, first = where.rsplit(" ", 1)
+    good = np.ones(len(texts), np.bool_)
+    for number, text in enumerate(texts.views()):
+        try:
+            engine.encode(PackedTexts.join([text]))
+        except Exception as error:
+            good[number] = False
+            words = f"the tokenizer does not know this text, and has no token for that: {first_line(error)}"
+            hint = "take a tokenizer that covers it, or give this one an unknown token"
+            faults.add(BadLine("not known to the tokenizer", words, hint=hint), f"{place} {int(first) + number}")
+    texts = texts.take(good)
+    return texts, engine.encode(texts)
+
+
+@functools.lru_cache(maxsize=1)
+def _loss_counter(definition: str, fingerprint: str) -> LossCounter:
+    return LossCounter(Path(definition).read_text(encoding="utf-8"))
 
 
 def _tokenize_long(
@@ -293,6 +326,7 @@ def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: Task
     for array in arrays:
         if array.null_count:
             record.null_documents += array.null_count
+            record.rows += array.null_count
             array = array.drop_null()
         batches = PackedTexts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
         del array

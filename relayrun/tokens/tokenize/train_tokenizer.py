@@ -11,7 +11,8 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.progress import Progress, count, has_terminal
 from relayrun.publishing import InputFiles
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import data_endings, find_data_files
+from relayrun.tokens.readers.inputs import data_endings
+from relayrun.tokens.readers.inventory import find_data_files
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.encode.tokenizer_files import new_tokenizer_folder, write_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions

@@ -29,7 +29,7 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import work_folder
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.inputs import stat_inputs
+from relayrun.tokens.readers.inputs import MISSING_FILE, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
@@ -61,6 +61,8 @@ class SourceComparison:
     """Compared documents."""
     fault: str | None = None
     note: str | None = None
+    stale: bool = False
+    """A file of the shard changed since; `note` names it."""
 
 
 def compare_with_source(
@@ -128,7 +130,9 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
         files = stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True)
         for now, then, digest in zip(files, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(record.dataset, now[0]), now, then, digest):
-                return SourceComparison(prefix=prefix, note=f"{printable(now[0])} is gone, or not what it was")
+                gone = now[1:] == MISSING_FILE
+                words = f"{printable(now[0])} {'is gone' if gone else 'is not what it was'}"
+                return SourceComparison(prefix=prefix, note=words, stale=not gone)
         source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
         return source.compare_all(temp_dir) if full else source.compare_sample()
     except (RelayrunError, OSError) as error:
@@ -301,7 +305,7 @@ def verify_dumps(
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")
     done = []
     for index in metadata.finished():
-        verified = _verify_dump(metadata.tokenized_link.resolve() / f"dump-{index}", index, full, workers, temp_dir)
+        verified = _verify_dump(metadata.shards(index), index, full, workers, temp_dir)
         if verified.faults:
             try:
                 with metadata.hold():
@@ -328,9 +332,10 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
         full=full,
         workers=workers,
         temp_dir=temp_dir,
-        report=lambda each: print_comparison(each) if each.fault is None else None,
+        report=lambda each: print_comparison(each) if each.fault is None and not each.stale else None,
     )
     faults += [f"{each.prefix}: {each.fault}" for each in compared if each.fault is not None]
+    faults += [f"{each.prefix} is stale: {each.note}" for each in compared if each.stale]
     return DumpCheckResult(
         index=index, shards=len(checked), documents=sum(each.documents for each in compared), faults=tuple(faults)
     )

@@ -154,7 +154,7 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     if not file.is_file():
         return _prepare(_convert_or_fetch(path, file, options), options)
     data = file.read_bytes()
-    eos, bos = (_read_configured_token(file.parent, name) for name in ("eos_token", "bos_token"))
+    eos, bos = _configured_tokens(file.parent)
     asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
     key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
     if (known := tokenizer_files.read_cache(key)) is not None:
@@ -184,6 +184,12 @@ def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _Foun
     if path.suffix == ".json" or not tokenizer_files.is_hub_name(name):
         raise tokenizer_files.missing_tokenizer_error(file)
     here = tokenizer_files.check_hub(name, options.cache_dir)
+    # the file itself, as from a folder: transformers' classes may put their own normalizer or splitting in its place
+    if (folder := tokenizer_files.fetch_tokenizer_json(name, options.cache_dir, only_here=here)) is not None:
+        eos, bos = _configured_tokens(folder)
+        tokenizer = _from_file(folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes())
+        if eos is None or tokenizer.token_to_id(eos) is not None:  # else transformers adds the token
+            return _FoundTokenizer(tokenizer, eos, bos)
     return _from_transformers(name, options.cache_dir, only_here=here)
 
 
@@ -279,6 +285,11 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
         hint = "take a tokenizer.json of the same model"
         raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name, hint=hint)
     return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
+
+
+def _configured_tokens(folder: Path) -> tuple[str | None, str | None]:
+    """Return the EOS and the BOS that the configuration of a tokenizer names."""
+    return _read_configured_token(folder, "eos_token"), _read_configured_token(folder, "bos_token")
 
 
 def _read_configured_token(folder: Path, name_of_token: str) -> str | None:

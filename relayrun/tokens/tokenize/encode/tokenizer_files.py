@@ -127,6 +127,8 @@ _SAVE_COMMAND = (
 
 def check_convertible(folder: Path) -> None:
     """Raise InputError with the way out, unless transformers can make a tokenizer.json from the files in `folder`."""
+    if (tekken := folder / "tekken.json").is_file():
+        refuse_unconvertible(tekken)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
         alone = f"; {', '.join(found)} alone do not say how to split" if found else ""
@@ -139,6 +141,10 @@ def check_convertible(folder: Path) -> None:
 def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
     """Raise InputError with the way out for a tiktoken or SentencePiece file that cannot be converted exactly here. A
     SentencePiece model in a folder with its configuration can be converted if its package is installed."""
+    if file.name == "tekken.json":
+        way = "transformers.integrations.mistral.convert_tekken_tokenizer(...).backend_tokenizer.save(...)"
+        hint = f"convert it with {way}, or take a tokenizer.json of the same model"
+        raise InputError("this is a tokenizer of Mistral (tekken), not a tokenizer.json", where=file, hint=hint)
     with open(file, "rb") as opened:
         first = opened.readline(1000)
     if _TIKTOKEN.fullmatch(first):
@@ -214,6 +220,21 @@ def check_hub(name: str, cache_dir: str | None) -> bool:
                 name, f"{constants.ENDPOINT} does not answer ({what}), and {copies} has no copy"
             ) from None
     return True
+
+
+def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -> Path | None:
+    """Return the local folder of a hub tokenizer's tokenizer.json and configuration; None without a tokenizer.json, or
+    if it cannot be fetched: transformers says why."""
+    from huggingface_hub import hf_hub_download
+
+    found: list[str] = []
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            found.append(hf_hub_download(name, file, cache_dir=cache_dir, local_files_only=only_here))
+        except Exception:  # of the hub, of the network or of the disk
+            if not found:
+                return None
+    return Path(found[0]).parent
 
 
 def _not_on_hub_error(name: str, why: str) -> InputError:

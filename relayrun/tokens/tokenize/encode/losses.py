@@ -1,0 +1,68 @@
+"""What a tokenizer loses: ids for unknown text, letters that get no id, documents of which nothing is left."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.tokenize.encode.libraries import Encoded, parse_without_vocabulary
+
+UNKNOWN_IDS, LOST_LETTERS, LOST_DOCUMENTS = "unknown ids", "lost letters", "lost documents"
+"""Counts of losses: a letter is a digit or a sign, too; texts of blanks alone do not count."""
+
+_MOST_UNKNOWN = 0.001
+"""Share of the ids that may be the unknown token without a warning."""
+
+
+def describe_losses(losses: Mapping[str, int], tokens: int) -> str | None:
+    """Describe the losses of texts with this many ids; None for none, or for unknown ids that are an accident."""
+    unknown, letters, documents = (losses.get(name, 0) for name in (UNKNOWN_IDS, LOST_LETTERS, LOST_DOCUMENTS))
+    found = [f"{unknown:,} of {tokens:,} ids are its unknown token"] if unknown > _MOST_UNKNOWN * tokens else []
+    found += [f"{letters:,} letters have no id and are dropped"] if letters else []
+    found += [f"{documents:,} documents lose all of their text"] if documents else []
+    return f"the tokenizer does not know this text: {', '.join(found)}" if found else None
+
+
+class LossCounter:
+    """Counts the losses of one tokenizer."""
+
+    def __init__(self, definition: str) -> None:
+        known = parse_without_vocabulary(definition)
+        model, self._definition = known["model"], definition
+        name, kind = model.get("unk_token"), model.get("type")
+        entry = re.search(re.escape(json.dumps(name, ensure_ascii=False)) + r":(\d+)", definition) if name else None
+        self._unknown = model.get("unk_id") if kind == "Unigram" else int(entry[1]) if entry else None
+        covers_all = model.get("byte_fallback") or '"type":"ByteLevel"' in json.dumps(known, separators=(",", ":"))
+        self._lost: dict[str, bool] = {}
+        self._drops = kind == "BPE" and self._unknown is None and not covers_all
+
+    def count(self, texts: PackedTexts, encoded: Encoded) -> Counter[str]:
+        """Return the losses of `texts`, of which `encoded` are the ids."""
+        (ids, lengths), found = encoded, Counter[str]()
+        if self._unknown is not None:
+            found[UNKNOWN_IDS] = int(np.count_nonzero(ids == self._unknown))
+        if not lengths.all():
+            without = texts.take((lengths == 0) & (texts.sizes > 0))
+            found[LOST_DOCUMENTS] = sum(bool(text.strip()) for text in without.strings())
+        if self._drops:
+            letters = Counter("".join(texts.strings()))
+            found[LOST_LETTERS] = sum(count for letter, count in letters.items() if self._is_lost(letter))
+        return +found
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_str(self._definition)
+
+    def _is_lost(self, letter: str) -> bool:
+        if letter not in self._lost:
+            seen = unicodedata.category(letter)[0] in "LNPS"
+            self._lost[letter] = seen and not self._tokenizer.encode(letter, add_special_tokens=False).ids
+        return self._lost[letter]

@@ -1,0 +1,82 @@
+"""What a tokenizer does not know is counted and named: no traceback, and no text that silently vanishes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
+from relayrun.tokens.tokenize.encode.losses import LossCounter, describe_losses
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
+from relayrun.tokens.tokenize.shard_folder import FolderRecord
+from tests.tokenization_corpus import train_tokenizer
+
+WORDS = {"the": 0, "cat": 1, "sat": 2, "<eos>": 3}
+LETTERS = {letter: number for number, letter in enumerate("acehst")} | {"<eos>": 6}
+MODELS = {
+    "wordlevel": lambda: models.WordLevel(WORDS),
+    "wordlevel with unk": lambda: models.WordLevel(WORDS | {"<unk>": 4}, unk_token="<unk>"),
+    "unigram": lambda: models.Unigram([(letter, -1.0) for letter in LETTERS], None),
+    "bpe": lambda: models.BPE(LETTERS, []),
+}
+
+
+def tokenize(folder: Path, model: str, texts: list[str], **options: Any) -> TokenizeResult:
+    tokenizer = Tokenizer(MODELS[model]())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "paths").write_text("a.jsonl\n")
+    given = TokenizeOptions(tokenizer=str(folder / "tokenizer.json"), eos_token="<eos>", workers=1, **options)
+    return tokenize_paths_file(given, output_folder=folder / "out", dataset=folder, paths_file=folder / "paths")
+
+
+@pytest.mark.parametrize("model", ["wordlevel", "unigram"])
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path, model: str) -> None:
+    texts = ["the cat", "sat", "the dog", "cat"]
+    with pytest.raises(InputError, match="the tokenizer does not know this text") as caught:
+        tokenize(tmp_path, model, texts)
+    assert f"{tmp_path}/a.jsonl, text 3" in str(caught.value)
+    result = tokenize(tmp_path, model, texts, on_error="skip-line")
+    assert (result.documents, result.bad_lines) == (3, {"not known to the tokenizer": 1})
+
+
+def test_letters_and_documents_that_are_dropped_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    result = tokenize(tmp_path, "bpe", ["the cat", "", "ωδή", "a dog", " "])
+    assert result.losses == {"lost letters": 6, "lost documents": 1}
+    assert (result.documents, result.empty_documents) == (2, 2)
+    words = "6 letters have no id and are dropped, 1 documents lose all of their text"
+    assert f"{tmp_path}/out: the tokenizer does not know this text: {words}" in caplog.text
+    (task,) = FolderRecord.read(tmp_path / "out").tasks.values()
+    assert (task.losses, task.file_rows) == (result.losses, [5])
+
+
+def test_ids_of_the_unknown_token_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = tokenize(tmp_path, "wordlevel with unk", ["the dog sat", "a cat"])
+    assert result.losses == {"unknown ids": 2}
+    assert "2 of 7 ids are its unknown token" in caplog.text
+
+
+def test_a_text_of_which_nothing_is_known_is_not_called_empty(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no document with text") as caught:
+        tokenize(tmp_path, "bpe", ["ωδή"])
+    assert "1 documents lose all of their text" in str(caught.value)
+
+
+def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
+    definition = Tokenizer.from_file(str(train_tokenizer(tmp_path / "tokenizer.json"))).to_str()
+    texts = PackedTexts.of(["ωδή 🐈", "", "the cat"])
+    encoded = HuggingFaceEngine(Tokenizer.from_str(definition)).encode(texts)
+    losses = LossCounter(definition).count(texts, encoded)
+    assert describe_losses(losses, 10) is None
+    assert not losses
