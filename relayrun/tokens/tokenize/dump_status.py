@@ -16,7 +16,13 @@ from relayrun.terminal import inert, raw_stream
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
-from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
+from relayrun.tokens.tokenize.shard_folder import (
+    STALE_SECONDS,
+    FolderRecord,
+    RunningTask,
+    TaskRecord,
+    describe_step_counts,
+)
 
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
@@ -58,6 +64,8 @@ class DumpStatus:
     """Skipped lines by reason."""
     bad_line_examples: tuple[str, ...] = ()
     """The first skipped lines."""
+    steps: str = ""
+    """Documents in and out of each step in finished shards."""
 
     @property
     def tokens(self) -> int:
@@ -133,7 +141,8 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *_failures(dumps)])
+    steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
+    return "\n".join([*lines, *steps, *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
@@ -235,6 +244,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
+        steps=describe_step_counts(shards.values()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 

@@ -16,7 +16,6 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,9 @@ from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
+
+EXCLUSIONS_FOLDER = "exclusions"
+"""Folder of the documents that steps dropped, one file per shard."""
 
 PROGRESS_FOLDER = ".progress"
 PROGRESS_VARIABLE = "RELAYRUN_PROGRESS_SECONDS"
@@ -110,7 +112,6 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
-_TEMPORARY = (".idx.tmp", ".bin.tmp")
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
@@ -146,6 +147,10 @@ class TaskRecord:
     engine_version: str = ""
     xxh3_128: dict[str, str] = field(default_factory=dict)
     """Checksums of the .bin and the .idx."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """By step: its documents in and out, and the dropped ones by reason."""
+    exclusions: str = ""
+    """Checksum of the file of dropped documents; empty without steps."""
     on_error: str = ""
     """Treatment of unreadable input, see `TokenizeOptions`."""
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -168,6 +173,13 @@ class TaskRecord:
         """Add the skipped lines of one more file."""
         self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
+
+
+def describe_step_counts(tasks: Iterable[TaskRecord]) -> str:
+    """Describe the documents in and out of each step of these tasks of one folder; empty without steps."""
+    steps = zip(*(task.steps for task in tasks), strict=True)
+    totals = [(of[0]["step"], sum(each["in"] for each in of), sum(each["out"] for each in of)) for of in steps]
+    return "; ".join(f"{name} {documents_in:,} in, {out:,} out" for name, documents_in, out in totals)
 
 
 def file_content_hash(path: str) -> str:
@@ -259,6 +271,8 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
+        if task.exclusions and _checksum(exclusion_file(self.path, name)) != task.exclusions:
+            return "its dropped documents are not what its record says (xxh3-128)"
         if task.tokens == 0:
             return None
         try:
@@ -274,13 +288,16 @@ class ShardFolder:
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
-        for suffix in (".idx", ".bin", *_TEMPORARY):
+        for suffix in (".idx", ".bin"):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+        exclusion_file(self.path, name).unlink(missing_ok=True)
+        self.drop_temporary([name])
 
-    def drop_temporary(self) -> None:
-        """Remove the files of killed workers."""
-        for name, suffix in itertools.product(self.parts, _TEMPORARY):
-            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+    def drop_temporary(self, names: Collection[str] | None = None) -> None:
+        """Remove the files of killed workers; `names`: of these shards alone."""
+        for name in self.parts if names is None else names:
+            for unfinished in (self.path / f"{name}.idx", self.path / f"{name}.bin", exclusion_file(self.path, name)):
+                Path(f"{unfinished}.tmp").unlink(missing_ok=True)
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -344,6 +361,18 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
             write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
         log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
+
+
+def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:
+    """Return the file of the documents that steps dropped from a shard."""
+    return Path(folder, EXCLUSIONS_FOLDER, f"{shard}.jsonl.gz")
+
+
+def _checksum(file: Path) -> str | None:
+    try:
+        return file_checksum(file)
+    except OSError:
+        return None
 
 
 def shard_name(rank: int) -> str:

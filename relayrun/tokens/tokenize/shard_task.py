@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from relayrun.tokens.tokenize.encode.libraries import Engine, parse_without_voca
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
+
+if TYPE_CHECKING:
+    from relayrun.tokens.tokenize.step_task import ShardSteps
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
@@ -156,6 +159,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         engine_version=job.selection.version,
         on_error=job.options.on_error,
     )
+    steps = _begin_steps(job, part)
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
@@ -165,9 +169,11 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 bad += _file_faults(job, file)
                 continue
             mark, before = shard.mark(), record.counts()
-            faults = LineFaults(skip=job.options.skips_lines)
+            faults, kept = LineFaults(skip=job.options.skips_lines), None
+            if steps is not None:
+                kept, faults = steps.mark(), steps.begin_file(file[0], skip_lines=job.options.skips_lines)
             try:
-                known = _tokenize_file(job, file, engine, shard, record, progress, faults)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
@@ -175,6 +181,8 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                     continue
                 shard.rollback(mark)
                 record.restore(before)
+                if steps is not None:
+                    steps.rollback(kept)
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
                 record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
                 known = ""
@@ -182,9 +190,13 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
             record.file_documents.append(record.documents - before[0])
         if bad:
             raise combined_error(bad, "files failed")
+        if steps is not None:
+            record.steps, record.exclusions = steps.counts(), steps.finish()
         shard.finish()
     except BaseException:
         shard.abort()
+        if steps is not None:
+            steps.abort()
         raise
     finally:
         progress.end()
@@ -192,6 +204,14 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started
     return record
+
+
+def _begin_steps(job: TokenizeContext, part: ShardTask) -> ShardSteps | None:
+    if not job.options.pipeline:
+        return None
+    from relayrun.tokens.tokenize.step_task import ShardSteps  # datatrove takes seconds to import
+
+    return ShardSteps(job.options, output=job.output, shard=part.name)
 
 
 def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
@@ -214,12 +234,16 @@ def _tokenize_file(
     record: TaskRecord,
     progress: TaskProgress,
     faults: LineFaults,
+    steps: ShardSteps | None,
 ) -> str:
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path = join_path(job.dataset, file[0])
     options = job.options
-    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
-    for texts in _text_batches(_gather_arrays(arrays, job), job, record):
+    arrays: Iterator[pa.Array] = read_column(
+        path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults
+    )
+    arrays = arrays if steps is None else map(steps.rows.end_array, arrays)
+    for texts in _text_batches(_gather_arrays(arrays, job), job, record, steps):
         where = (
             _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         )
@@ -236,6 +260,8 @@ def _tokenize_file(
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
+    if steps is not None:
+        record.null_documents += steps.rows.nulls
     known = file_content_hash(path)  # right after reading, while its bytes are in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
@@ -289,13 +315,16 @@ def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
     return array
 
 
-def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[PackedTexts]:
+def _text_batches(
+    arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord, steps: ShardSteps | None
+) -> Iterator[PackedTexts]:
     for array in arrays:
-        if array.null_count:
+        if steps is None and array.null_count:
             record.null_documents += array.null_count
             array = array.drop_null()
-        batches = PackedTexts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
-        del array
+        texts = PackedTexts.from_arrow(array) if steps is None else steps.apply(array)
+        batches = texts.split(job.options.batch_bytes, job.options.batch_documents)
+        del array, texts
         yield from batches
         del batches
 

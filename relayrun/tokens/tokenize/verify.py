@@ -170,6 +170,9 @@ class _Source:
 
     def compare_sample(self) -> SourceComparison:
         """Compare some documents of one file."""
+        if self.record.settings.get("pipeline"):
+            note = "steps made its texts; compare all of it with --full"
+            return SourceComparison(prefix=self.shard.prefix, note=note)
         counts, prefix = self.task.file_documents, self.shard.prefix
         full_files = [number for number, count in enumerate(counts) if count]
         generator = random.Random(self.task.xxh3_128.get("bin"))
@@ -215,6 +218,8 @@ class _Source:
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
+            pipeline=tuple({each["step"]: each["arguments"]} for each in self.record.settings.get("pipeline", ())),
+            on_step_error="drop",  # with "fail" there would be no shard if a step had raised
             on_error=cast(OnError, self.task.on_error),
         )
         name = os.path.basename(self.shard.prefix)

@@ -1,0 +1,190 @@
+"""Steps of datatrove between the readers and the writer of a shard: the `pipeline` of a data set's YAML, checked.
+
+A step is a filter, a formatter or a class of the user's own with datatrove's `run`. Datatrove's readers, writers,
+tokenizers, extractors, statistics and deduplication are refused: they work on files, or on many documents at a time.
+This module imports datatrove on demand: a data set without steps never loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from relayrun.errors import ConfigError, InputError, did_you_mean
+
+SHORT_NAMES = {
+    "c4_badwords": "filters.C4BadWordsFilter",
+    "c4_paragraph": "filters.C4ParagraphFilter",
+    "c4_quality": "filters.C4QualityFilter",
+    "fasttext": "filters.FastTextClassifierFilter",
+    "fineweb_quality": "filters.FineWebQualityFilter",
+    "ftfy": "formatters.FTFYFormatter",
+    "gopher_quality": "filters.GopherQualityFilter",
+    "gopher_repetition": "filters.GopherRepetitionFilter",
+    "lambda": "filters.LambdaFilter",
+    "language": "filters.LanguageFilter",
+    "pii": "formatters.PIIFormatter",
+    "regex": "filters.RegexFilter",
+    "sampler": "filters.SamplerFilter",
+    "symbol_lines": "formatters.SymbolLinesFormatter",
+    "unigram": "filters.UnigramLogProbFilter",
+    "url": "filters.URLFilter",
+}
+"""Class of each short name, below `datatrove.pipeline`."""
+
+_REFUSED = ("dedup", "extractors", "inference", "media", "readers", "stats", "tokens", "writers")
+"""Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
+
+
+def check_steps(
+    pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None] = lambda location: None
+) -> None:
+    """Raise ConfigError for the first wrong step, with the `place` of its setting. Makes no step: a constructor may
+    download."""
+    for number, entry in enumerate(pipeline):
+        location: tuple[str, ...] = ("pipeline", str(number))
+        try:
+            name, given = name_and_arguments(entry)
+            location = step = (*location, name)
+            cls = _step_class(name)
+            for argument, value in given.items():
+                location = (*step, argument)
+                _check_argument(cls, argument, value)
+            location = step
+            inspect.signature(cls).bind(**given)
+            cls.__new__(cls)  # datatrove compares the packages that the class needs
+            _word_tokenizer(cls, given)
+        except (InputError, ImportError, TypeError, ValueError) as error:
+            words, hint = (error.message, error.hint) if isinstance(error, InputError) else (str(error), None)
+            raise ConfigError(f"{'.'.join(location)}: {words}", where=place(location), hint=hint) from None
+
+
+def name_and_arguments(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the arguments of a step as YAML gives it: `NAME`, or `NAME: {ARGUMENT: VALUE}`."""
+    if isinstance(entry, str):
+        return entry, {}
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, given),) = entry.items()
+        if isinstance(name, str) and (given is None or isinstance(given, Mapping)):
+            return name, given or {}
+    raise InputError("a step is NAME, or NAME: {ARGUMENT: VALUE}", hint="begin each step with a dash of its own")
+
+
+def build_step(entry: Any) -> Any:
+    """Return a new step of datatrove. Raises InputError if its class or its constructor refuses."""
+    name, given = name_and_arguments(entry)
+    cls = _step_class(name)
+    parameters = inspect.signature(cls).parameters
+    values = {each: _value(parameters.get(each), value) for each, value in given.items()}
+    try:
+        return cls(**values)
+    except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"step {name} cannot be made: {type(error).__name__}: {error}") from None
+
+
+def describe_steps(pipeline: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return name, class, versions and arguments of each step for the record of a folder of shards."""
+    found = []
+    for name, given in map(name_and_arguments, pipeline):
+        cls = _step_class(name)
+        parameters = inspect.signature(cls).parameters
+        functions = [value for each in given if callable(value := _value(parameters.get(each), given[each]))]
+        modules = [each.__module__ for each in (cls, *functions)]
+        for base in cls.__mro__:
+            needs = getattr(base, "_requires_dependencies", [])
+            modules += [each if isinstance(each, str) else each[1] for each in needs]
+        tokenizer = type(_word_tokenizer(cls, given)).__name__.removesuffix("Tokenizer").lower()
+        modules += [tokenizer] if importlib.util.find_spec(tokenizer) else []  # spacy, nltk or stanza
+        described = {"step": name, "class": f"{cls.__module__}.{cls.__qualname__}", "arguments": dict(given)}
+        found.append(described | {"versions": dict(map(_version, modules))})
+    return found
+
+
+def _version(module: str) -> tuple[str, str | None]:
+    """Return package and version of a module, or else the module and the hash of its file."""
+    package = module.partition(".")[0]
+    try:
+        return package, importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        file = getattr(pkgutil.resolve_name(module), "__file__", None)
+        return module, None if file is None else "sha256:" + hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _step_class(name: str) -> Any:
+    from datatrove.pipeline.base import PipelineStep
+
+    if name not in SHORT_NAMES and "." not in name and ":" not in name:
+        near = did_you_mean(name, SHORT_NAMES) or f"known: {', '.join(SHORT_NAMES)}"
+        raise InputError(f"there is no step {name!r}; {near}", hint="or write the import path of a class")
+    cls = _imported(f"datatrove.pipeline.{SHORT_NAMES[name]}" if name in SHORT_NAMES else name)
+    if not (isinstance(cls, type) and issubclass(cls, PipelineStep)):
+        raise InputError("this is no class of datatrove's PipelineStep")
+    kinds = [base.__module__.removeprefix("datatrove.pipeline.").partition(".")[0] for base in cls.__mro__]
+    if kind := next((kind for kind in kinds if kind in _REFUSED), None):
+        words = f"{cls.__name__} is one of datatrove's {kind}, which are no steps of a shard"
+        raise InputError(
+            words, hint="a step sees one document at a time: a filter, a formatter, or a class of your own"
+        )
+    return cls
+
+
+@functools.cache
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "Python finds modules that are installed, or in PYTHONPATH (cluster.environment for jobs)"
+        raise InputError(f"{path} cannot be imported: {error}", hint=hint) from None
+
+
+def _value(parameter: inspect.Parameter | None, value: Any) -> Any:
+    """Return the argument that a constructor gets: a function for its import path, a tuple for a list."""
+    if parameter is None:
+        return value
+    kind = str(parameter.annotation)
+    if isinstance(value, str) and "Callable" in kind:
+        return _imported(value)
+    return tuple(value) if isinstance(value, list) and "tuple" in kind and "list" not in kind else value
+
+
+def _check_argument(cls: Any, argument: str, value: Any) -> None:
+    parameters = inspect.signature(cls).parameters
+    if argument == "exclusion_writer":
+        raise InputError("dropped documents go to the folder `exclusions` beside the shards")
+    if argument not in parameters:
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return
+        known = [each for each in parameters if each != "exclusion_writer"]
+        raise InputError(f"unknown argument; {did_you_mean(argument, known) or 'known: ' + ', '.join(known)}")
+    found = _value(parameters[argument], value)
+    with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that cannot be compared
+        kind = typing.get_type_hints(cls.__init__).get(argument, Any)
+        try:
+            TypeAdapter(kind | None, config=_STRICT).validate_python(found)
+        except ValidationError as error:
+            raise InputError(f"{error.errors()[0]['msg']}, not {value!r}") from None
+
+
+_STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
+
+
+def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
+    """Return the word tokenizer that a filter of datatrove loads for its language at its first document; None without.
+    Raises ImportError for a missing package, ValueError for an unknown language."""
+    from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+    parameter = inspect.signature(cls).parameters.get("language")
+    if parameter is None or not cls.__module__.startswith("datatrove.pipeline.filters."):
+        return None
+    return load_word_tokenizer(given.get("language", parameter.default))
