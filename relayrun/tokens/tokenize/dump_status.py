@@ -16,13 +16,7 @@ from relayrun.terminal import inert, raw_stream
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
-from relayrun.tokens.tokenize.shard_folder import (
-    STALE_SECONDS,
-    FolderRecord,
-    RunningTask,
-    TaskRecord,
-    describe_step_counts,
-)
+from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
 
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
@@ -244,7 +238,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
-        steps=describe_step_counts(shards.values()),
+        steps=shard_folder.describe_step_counts(shards.values()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 

@@ -169,9 +169,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 bad += _file_faults(job, file)
                 continue
             mark, before = shard.mark(), record.counts()
-            faults, kept = LineFaults(skip=job.options.skips_lines), None
-            if steps is not None:
-                kept, faults = steps.mark(), steps.begin_file(file[0], skip_lines=job.options.skips_lines)
+            faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
                 known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
                 record.add_faults(faults)
@@ -182,7 +180,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 shard.rollback(mark)
                 record.restore(before)
                 if steps is not None:
-                    steps.rollback(kept)
+                    steps.rollback()
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
                 record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
                 known = ""
@@ -191,7 +189,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         if bad:
             raise combined_error(bad, "files failed")
         if steps is not None:
-            record.steps, record.exclusions = steps.counts(), steps.finish()
+            record.steps, record.exclusions = steps.counts, steps.finish()
         shard.finish()
     except BaseException:
         shard.abort()

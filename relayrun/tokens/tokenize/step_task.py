@@ -8,13 +8,12 @@ each document: the seed is made of the document's id and the step's `seed`.
 from __future__ import annotations
 
 import copy
-import functools
 import gzip
 import hashlib
 import json
 import os
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -39,9 +38,9 @@ class DocumentRows(LineFaults):
 
     whole_rows = True
 
-    def __init__(self, column: str, *, skip: bool) -> None:
-        super().__init__(skip=skip, keep=True)
-        self._columns = {column, column.partition(".")[0]}
+    def __init__(self, options: TokenizeOptions) -> None:
+        super().__init__(skip=options.skips_lines, keep=True)
+        self._columns = {options.column, options.column.partition(".")[0]}
         self.nulls = 0
         """Rows without a text, bad ones aside."""
         self._rows: deque[dict[str, Any]] = deque()
@@ -52,8 +51,10 @@ class DocumentRows(LineFaults):
             self._rows.append({})
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        others = {name: value for name, value in row.items() if name not in self._columns}
-        self._rows.append({name: value for name, value in others.items() if str(value) not in long} if long else others)
+        others = [
+            name for name, value in row.items() if name not in self._columns and not (long and str(value) in long)
+        ]
+        self._rows.append({name: row[name] for name in others})
 
     def end_array(self, array: pa.Array) -> pa.Array:
         """Count the nulls of an array that has just been read."""
@@ -69,16 +70,15 @@ class DocumentRows(LineFaults):
 class _Step:
     """A step in a task, and what it did."""
 
-    def __init__(self, number: int, entry: Any, step: Any, shard: ShardSteps) -> None:
+    def __init__(self, number: int, entry: Any, shard: ShardSteps) -> None:
         self.name, given = name_and_arguments(entry)
-        self.step = step
-        self.documents_in = self.documents_out = 0
-        self.dropped: Counter[str] = Counter()
-        if hasattr(step, "exclusion_writer"):
-            step.exclusion_writer = shard
+        self.step = build_step(entry)
+        self.counts: dict[str, Any] = {"step": self.name, "in": 0, "out": 0, "dropped": {}}
+        if hasattr(self.step, "exclusion_writer"):
+            self.step.exclusion_writer = shard
         self._seed = f"{number} {given.get('seed')}"
-        self._own = self.name == "lambda" or not type(step).__module__.startswith("datatrove.")
-        holders = [getattr(value, "__self__", value) for value in vars(step).values()]
+        self._own = self.name == "lambda" or not type(self.step).__module__.startswith("datatrove.")
+        holders = [getattr(value, "__self__", value) for value in vars(self.step).values()]
         self._generators = [each for each in holders if isinstance(each, (np.random.Generator, random.Random))]
 
     def reseed(self, document_id: str) -> None:
@@ -95,57 +95,48 @@ class _Step:
                 random.seed(seed)
                 np.random.seed(seed)
 
-    def counts(self) -> dict[str, Any]:
-        """Return the counts for the record of a task."""
-        dropped = dict(sorted(self.dropped.items()))
-        return {"step": self.name, "in": self.documents_in, "out": self.documents_out, "dropped": dropped}
-
 
 class ShardSteps:
     """The steps of one shard, and its file of dropped documents."""
 
     def __init__(self, options: TokenizeOptions, *, output: str, shard: str) -> None:
         """Raises InputError if a step cannot be made."""
-        self._column, self._drop_errors = options.column, options.on_step_error == "drop"
-        built = copy.deepcopy(_process_steps(json.dumps(options.pipeline)))
-        self._steps = [_Step(number, entry, step, self) for number, (entry, step) in enumerate(built)]
-        self._refused: list[Document] = []
+        self._options = options
+        self._steps = [_Step(number, entry, self) for number, entry in enumerate(options.pipeline)]
+        self._refused: Document | None = None
         """The document that a filter has just dropped."""
         self._path = exclusion_file(output, shard)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._raw: IO[bytes] = open(f"{self._path}.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
-        self._file = ""
-        self._row = 0
-        self.rows = DocumentRows(options.column, skip=False)
         self._lines: gzip.GzipFile | None = None
 
-    def begin_file(self, file: str, *, skip_lines: bool) -> DocumentRows:
+    def begin_file(self, file: str) -> DocumentRows:
         """Begin a file; return the object that its reader fills."""
         self._end_member()
+        self._before = self._raw.tell(), copy.deepcopy(self.counts)
         # a member of gzip for each file, without a time: the same documents give the same bytes
         self._lines = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, mtime=0)
         self._file, self._row = file, 0
-        self.rows = DocumentRows(self._column, skip=skip_lines)
+        self.rows = DocumentRows(self._options)
         return self.rows
 
     def _end_member(self) -> None:
         if self._lines is not None:
             self._lines.close()
-            self._lines = None
 
-    def mark(self) -> object:
-        """Return the state before a file, for `rollback`."""
+    def rollback(self) -> None:
+        """Drop the counts and the documents of the file that `begin_file` began."""
         self._end_member()
-        return self._raw.tell(), [(each.documents_in, each.documents_out, each.dropped.copy()) for each in self._steps]
-
-    def rollback(self, mark: object) -> None:
-        """Drop counts and documents since `mark`."""
-        assert isinstance(mark, tuple)
-        self._end_member()
-        self._raw.seek(mark[0])
+        place, counts = self._before
+        self._raw.seek(place)
         self._raw.truncate()
-        for step, kept in zip(self._steps, mark[1], strict=True):
-            step.documents_in, step.documents_out, step.dropped = kept
+        for step, before in zip(self._steps, counts, strict=True):
+            step.counts = before
+
+    @property
+    def counts(self) -> list[dict[str, Any]]:
+        """Documents in and out of each step, and the dropped ones by reason."""
+        return [each.counts for each in self._steps]
 
     def finish(self) -> str:
         """Publish the file of dropped documents; return its checksum."""
@@ -162,10 +153,6 @@ class ShardSteps:
         """Remove the unfinished file."""
         self._raw.close()
         Path(self._raw.name).unlink(missing_ok=True)
-
-    def counts(self) -> list[dict[str, Any]]:
-        """Return the counts of each step."""
-        return [each.counts() for each in self._steps]
 
     def apply(self, array: pa.Array) -> PackedTexts:
         """Return the texts that the steps leave of the next rows of the file. An empty text passes as it is."""
@@ -194,9 +181,9 @@ class ShardSteps:
 
     def _pass(self, document: Document, step: _Step, row: int) -> list[Document]:
         """Return what a step makes of a document; write down why it drops the document."""
-        step.documents_in += 1
+        step.counts["in"] += 1
         step.reseed(document.id)
-        before, self._refused = dict(document.metadata), []
+        before, self._refused = dict(document.metadata), None
         reason = ""
         try:
             found: list[Document] = list(step.step.run(iter([document])))
@@ -204,34 +191,24 @@ class ShardSteps:
                 each.text.encode()  # a step may leave something else than a text in UTF-8
         except Exception as error:
             words = f"step {step.name} raises {type(error).__name__}: {printable(str(error))}"
-            if not self._drop_errors or isinstance(error, (ImportError, OSError)):
+            if self._options.on_step_error == "fail" or isinstance(error, (ImportError, OSError)):
                 hint = "mend the step, or drop such documents with on_step_error: drop"
                 where = f"document {printable(document.id)} (row {row} of {printable(self._file)})"
                 raise RelayrunError(words, where=where, hint=hint) from error  # no fault of the file
             found, reason = [], f"error: {type(error).__name__}"
-        step.documents_out += len(found)
+        step.counts["out"] += len(found)
         if not found:
-            refused = self._refused[0] if self._refused else document
+            refused = self._refused or document
             reason = reason or str(refused.metadata.get("filter_reason") or "dropped")
-            step.dropped[reason] += 1
-            self._exclude(refused, step.name, reason, before, row)
+            step.counts["dropped"][reason] = step.counts["dropped"].get(reason, 0) + 1
+            numbers = {name: value for name, value in refused.metadata.items() if isinstance(value, (int, float))}
+            scores = {name: value for name, value in numbers.items() if before.get(name) != value}
+            place = {"id": refused.id, "file": self._file, "row": row, "step": step.name}
+            record = place | {"reason": reason, "scores": scores, "text": refused.text, "metadata": before}
+            line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            assert self._lines is not None
+            self._lines.write(line.encode("utf-8", "backslashreplace"))
         return found
-
-    def _exclude(self, document: Document, step: str, reason: str, before: dict[str, Any], row: int) -> None:
-        numbers = {name: value for name, value in document.metadata.items() if isinstance(value, (int, float))}
-        record = {
-            "id": document.id,
-            "file": self._file,
-            "row": row,
-            "step": step,
-            "reason": reason,
-            "scores": {name: value for name, value in numbers.items() if before.get(name) != value},
-            "text": document.text,
-            "metadata": before,
-        }
-        line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-        assert self._lines is not None
-        self._lines.write(line.encode("utf-8", "backslashreplace"))
 
     # a filter of datatrove enters its exclusion writer, and gives it the document that it drops
 
@@ -243,10 +220,4 @@ class ShardSteps:
 
     def write(self, document: Document, rank: int = 0) -> None:
         """Take the document that a filter drops."""
-        self._refused = [document]
-
-
-@functools.lru_cache(maxsize=1)
-def _process_steps(pipeline: str) -> list[tuple[Any, Any]]:
-    """Make the steps once per worker: a constructor may read large files."""
-    return [(entry, build_step(entry)) for entry in json.loads(pipeline)]
+        self._refused = document

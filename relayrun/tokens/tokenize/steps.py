@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,27 +24,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from relayrun.errors import ConfigError, InputError, did_you_mean
 
-SHORT_NAMES = {
-    "c4_badwords": "filters.C4BadWordsFilter",
-    "c4_paragraph": "filters.C4ParagraphFilter",
-    "c4_quality": "filters.C4QualityFilter",
-    "fasttext": "filters.FastTextClassifierFilter",
-    "fineweb_quality": "filters.FineWebQualityFilter",
-    "ftfy": "formatters.FTFYFormatter",
-    "gopher_quality": "filters.GopherQualityFilter",
-    "gopher_repetition": "filters.GopherRepetitionFilter",
-    "lambda": "filters.LambdaFilter",
-    "language": "filters.LanguageFilter",
-    "pii": "formatters.PIIFormatter",
-    "regex": "filters.RegexFilter",
-    "sampler": "filters.SamplerFilter",
-    "symbol_lines": "formatters.SymbolLinesFormatter",
-    "unigram": "filters.UnigramLogProbFilter",
-    "url": "filters.URLFilter",
-}
-"""Class of each short name, below `datatrove.pipeline`."""
-
-_REFUSED = ("dedup", "extractors", "inference", "media", "readers", "stats", "tokens", "writers")
+_REFUSED = {"dedup", "extractors", "inference", "media", "readers", "stats", "tokens", "writers"}
 """Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
 
 
@@ -95,6 +76,7 @@ def build_step(entry: Any) -> Any:
 
 def describe_steps(pipeline: Sequence[Any]) -> list[dict[str, Any]]:
     """Return name, class, versions and arguments of each step for the record of a folder of shards."""
+    check_steps(pipeline)  # a job may have other packages than the node that submitted it
     found = []
     for name, given in map(name_and_arguments, pipeline):
         cls = _step_class(name)
@@ -124,19 +106,29 @@ def _version(module: str) -> tuple[str, str | None]:
 def _step_class(name: str) -> Any:
     from datatrove.pipeline.base import PipelineStep
 
-    if name not in SHORT_NAMES and "." not in name and ":" not in name:
-        near = did_you_mean(name, SHORT_NAMES) or f"known: {', '.join(SHORT_NAMES)}"
+    if "." not in name and ":" not in name and name not in (known := _short_names()):
+        near = did_you_mean(name, known) or f"known: {', '.join(known)}"
         raise InputError(f"there is no step {name!r}; {near}", hint="or write the import path of a class")
-    cls = _imported(f"datatrove.pipeline.{SHORT_NAMES[name]}" if name in SHORT_NAMES else name)
+    cls = _imported(name) if "." in name or ":" in name else known[name]
     if not (isinstance(cls, type) and issubclass(cls, PipelineStep)):
         raise InputError("this is no class of datatrove's PipelineStep")
-    kinds = [base.__module__.removeprefix("datatrove.pipeline.").partition(".")[0] for base in cls.__mro__]
-    if kind := next((kind for kind in kinds if kind in _REFUSED), None):
-        words = f"{cls.__name__} is one of datatrove's {kind}, which are no steps of a shard"
-        raise InputError(
-            words, hint="a step sees one document at a time: a filter, a formatter, or a class of your own"
-        )
+    modules = [base.__module__.split(".") for base in cls.__mro__]
+    if kind := {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]} & _REFUSED:
+        hint = "a step sees one document at a time: a filter, a formatter, or a class of your own"
+        raise InputError(f"{cls.__name__} is one of datatrove's {kind.pop()}, which are no steps of a shard", hint=hint)
     return cls
+
+
+def _short_names() -> dict[str, Any]:
+    """Return datatrove's filters and formatters by short name, GopherQualityFilter as `gopher_quality`."""
+    from datatrove.pipeline import filters, formatters
+
+    found = {}
+    for name, cls in (vars(filters) | vars(formatters)).items():
+        if isinstance(cls, type):
+            *words, _ = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
+            found["_".join(words).lower()] = cls
+    return found
 
 
 @functools.cache
