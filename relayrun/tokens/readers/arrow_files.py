@@ -58,12 +58,10 @@ def read_parquet(
 def _look_at_rows(batch: pa.RecordBatch, text_column: str, faults: LineFaults) -> None:
     """Show `faults` the other columns of each row, if it wants them."""
     if faults.whole_rows:
-        others = [name for name in batch.schema.names if name != text_column]
-        try:
-            for row in batch.select(others).to_pylist() if others else [{}] * len(batch):
-                faults.look(row, {})
-        except UnicodeDecodeError as error:
-            raise pa.ArrowInvalid(f"another column than {text_column!r} is not UTF-8: {error}") from None
+        others = batch.select([name for name in batch.schema.names if name != text_column])
+        others.validate(full=True)
+        for row in others.to_pylist() if others.num_columns else [{}] * len(batch):
+            faults.look(row, {})
 
 
 def read_batches(

@@ -27,10 +27,6 @@ def _yes_or_no(value: object) -> object:
     return ("yes" if value else "no") if isinstance(value, bool) else value
 
 
-def _tuple_of_list(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _nonzero_workers(workers: int) -> int:
     if workers == 0:
         raise ValueError("at least 1, or -1 for as many as tasks")
@@ -58,7 +54,7 @@ class TokenizeOptions(Section):
     """Encode the text of a special token in a document as that token; else it stays text."""
     keep_empty: bool = False
     """Keep documents without text as documents without tokens; else they are dropped and counted."""
-    pipeline: Annotated[tuple[Any, ...], BeforeValidator(_tuple_of_list)] = ()
+    pipeline: Annotated[tuple[Any, ...], Field(strict=False)] = ()
     """Steps of datatrove that each document passes before it is encoded, see `steps`."""
     on_step_error: OnStepError = "fail"
     """Treatment of a document on which a step raises an error. drop: it is dropped and counted as the filters' are."""

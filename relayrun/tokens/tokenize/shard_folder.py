@@ -16,6 +16,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,6 @@ from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
-
-EXCLUSIONS_FOLDER = "exclusions"
-"""Folder of the documents that steps dropped, one file per shard."""
 
 PROGRESS_FOLDER = ".progress"
 PROGRESS_VARIABLE = "RELAYRUN_PROGRESS_SECONDS"
@@ -112,6 +110,8 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
+_EXCLUSIONS = "exclusions/{}.jsonl.gz"
+_FILES = ("{}.idx", "{}.bin", _EXCLUSIONS)
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
@@ -289,16 +289,13 @@ class ShardFolder:
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
-        for suffix in (".idx", ".bin"):
-            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
-        exclusion_file(self.path, name).unlink(missing_ok=True)
-        self.drop_temporary([name])
+        for form, end in itertools.product(_FILES, ("", ".tmp")):
+            (self.path / f"{form.format(name)}{end}").unlink(missing_ok=True)
 
-    def drop_temporary(self, names: Collection[str] | None = None) -> None:
-        """Remove the files of killed workers; `names`: of these shards alone."""
-        for name in self.parts if names is None else names:
-            for unfinished in (self.path / f"{name}.idx", self.path / f"{name}.bin", exclusion_file(self.path, name)):
-                Path(f"{unfinished}.tmp").unlink(missing_ok=True)
+    def drop_temporary(self) -> None:
+        """Remove the files of killed workers."""
+        for name, form in itertools.product(self.parts, _FILES):
+            (self.path / f"{form.format(name)}.tmp").unlink(missing_ok=True)
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -366,7 +363,7 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
 
 def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:
     """Return the file of the documents that steps dropped from a shard."""
-    return Path(folder, EXCLUSIONS_FOLDER, f"{shard}.jsonl.gz")
+    return Path(folder, _EXCLUSIONS.format(shard))
 
 
 def shard_name(rank: int) -> str:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +39,7 @@ from relayrun.tokens.tokenize.encode.libraries import Engine, parse_without_voca
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
-
-if TYPE_CHECKING:
-    from relayrun.tokens.tokenize.step_task import ShardSteps
+from relayrun.tokens.tokenize.step_task import ShardSteps
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
@@ -159,7 +157,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         engine_version=job.selection.version,
         on_error=job.options.on_error,
     )
-    steps = _begin_steps(job, part)
+    steps = ShardSteps(job.options, output=job.output, shard=part.name) if job.options.pipeline else None
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
@@ -189,7 +187,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         if bad:
             raise combined_error(bad, "files failed")
         if steps is not None:
-            record.steps, record.exclusions = steps.counts, steps.finish()
+            record.steps, record.exclusions = steps.finish()
         shard.finish()
     except BaseException:
         shard.abort()
@@ -202,14 +200,6 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started
     return record
-
-
-def _begin_steps(job: TokenizeContext, part: ShardTask) -> ShardSteps | None:
-    if not job.options.pipeline:
-        return None
-    from relayrun.tokens.tokenize.step_task import ShardSteps  # datatrove takes seconds to import
-
-    return ShardSteps(job.options, output=job.output, shard=part.name)
 
 
 def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
@@ -237,11 +227,9 @@ def _tokenize_file(
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path = join_path(job.dataset, file[0])
     options = job.options
-    arrays: Iterator[pa.Array] = read_column(
-        path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults
-    )
-    arrays = arrays if steps is None else map(steps.rows.end_array, arrays)
-    for texts in _text_batches(_gather_arrays(arrays, job), job, record, steps):
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    seen = arrays if steps is None else map(steps.rows.end_array, arrays)
+    for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         where = (
             _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         )

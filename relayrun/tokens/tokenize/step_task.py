@@ -14,16 +14,18 @@ import json
 import os
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from datatrove.data import Document
+
+if TYPE_CHECKING:
+    from datatrove.data import Document
 
 from relayrun.errors import RelayrunError
-from relayrun.files import fsync_directory
+from relayrun.files import fsync_directory, fsync_file
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -43,28 +45,25 @@ class DocumentRows(LineFaults):
         self._columns = {options.column, options.column.partition(".")[0]}
         self.nulls = 0
         """Rows without a text, bad ones aside."""
-        self._rows: deque[dict[str, Any]] = deque()
+        self.others: deque[dict[str, Any]] = deque()
+        """The other columns of the rows that have been read."""
 
     def add(self, bad: BadLine, where: str) -> None:
         super().add(bad, where)
         if bad.reason in ("not JSON", "no object"):
-            self._rows.append({})
+            self.others.append({})
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
         others = [
             name for name, value in row.items() if name not in self._columns and not (long and str(value) in long)
         ]
-        self._rows.append({name: row[name] for name in others})
+        self.others.append({name: row[name] for name in others})
 
     def end_array(self, array: pa.Array) -> pa.Array:
         """Count the nulls of an array that has just been read."""
         self.nulls += array.null_count - len(self.marks)
         self.marks.clear()
         return array
-
-    def take(self) -> dict[str, Any]:
-        """Return the other columns of the next row."""
-        return self._rows.popleft()
 
 
 class _Step:
@@ -113,7 +112,7 @@ class ShardSteps:
     def begin_file(self, file: str) -> DocumentRows:
         """Begin a file; return the object that its reader fills."""
         self._end_member()
-        self._before = self._raw.tell(), copy.deepcopy(self.counts)
+        self._before = self._raw.tell(), copy.deepcopy([each.counts for each in self._steps])
         # a member of gzip for each file, without a time: the same documents give the same bytes
         self._lines = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, mtime=0)
         self._file, self._row = file, 0
@@ -133,21 +132,15 @@ class ShardSteps:
         for step, before in zip(self._steps, counts, strict=True):
             step.counts = before
 
-    @property
-    def counts(self) -> list[dict[str, Any]]:
-        """Documents in and out of each step, and the dropped ones by reason."""
-        return [each.counts for each in self._steps]
-
-    def finish(self) -> str:
-        """Publish the file of dropped documents; return its checksum."""
+    def finish(self) -> tuple[list[dict[str, Any]], str]:
+        """Publish the file of dropped documents; return the counts of each step, and the checksum of the file."""
         self._end_member()
-        self._raw.flush()
-        os.fsync(self._raw.fileno())
         self._raw.close()
         digest = file_checksum(self._raw.name)
+        fsync_file(self._raw.name)
         os.replace(self._raw.name, self._path)
         fsync_directory(self._path.parent)
-        return digest
+        return [each.counts for each in self._steps], digest
 
     def abort(self) -> None:
         """Remove the unfinished file."""
@@ -156,9 +149,11 @@ class ShardSteps:
 
     def apply(self, array: pa.Array) -> PackedTexts:
         """Return the texts that the steps leave of the next rows of the file. An empty text passes as it is."""
+        from datatrove.data import Document  # on demand: datatrove takes seconds to import
+
         texts: list[bytes] = []
         for text in array.to_pylist():
-            row, columns = self._row, self.rows.take()
+            row, columns = self._row, self.rows.others.popleft()
             self._row += 1
             if text is None:
                 continue
@@ -169,15 +164,11 @@ class ShardSteps:
             document_id = columns.pop("id", f"{self._file}/{row}")
             inner = columns.pop("metadata", {})
             metadata = (inner if isinstance(inner, dict) else {"metadata": inner}) | columns
-            texts += self._texts(Document(text=text, id=str(document_id), metadata=metadata), row)
+            documents = [Document(text=text, id=str(document_id), metadata=metadata)]
+            for step in self._steps:
+                documents = [found for each in documents for found in self._pass(each, step, row)]
+            texts += [each.text.encode() for each in documents]
         return PackedTexts.join(texts)
-
-    def _texts(self, document: Document, row: int) -> Iterator[bytes]:
-        documents = [document]
-        for step in self._steps:
-            documents = [found for each in documents for found in self._pass(each, step, row)]
-        for each in documents:
-            yield each.text.encode()
 
     def _pass(self, document: Document, step: _Step, row: int) -> list[Document]:
         """Return what a step makes of a document; write down why it drops the document."""

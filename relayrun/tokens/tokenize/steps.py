@@ -141,13 +141,9 @@ def _imported(path: str) -> Any:
 
 
 def _value(parameter: inspect.Parameter | None, value: Any) -> Any:
-    """Return the argument that a constructor gets: a function for its import path, a tuple for a list."""
-    if parameter is None:
-        return value
-    kind = str(parameter.annotation)
-    if isinstance(value, str) and "Callable" in kind:
-        return _imported(value)
-    return tuple(value) if isinstance(value, list) and "tuple" in kind and "list" not in kind else value
+    """Return the argument that a constructor gets: a function for its import path."""
+    function = isinstance(value, str) and parameter is not None and "Callable" in str(parameter.annotation)
+    return _imported(value) if function else value
 
 
 def _check_argument(cls: Any, argument: str, value: Any) -> None:
@@ -159,16 +155,13 @@ def _check_argument(cls: Any, argument: str, value: Any) -> None:
             return
         known = [each for each in parameters if each != "exclusion_writer"]
         raise InputError(f"unknown argument; {did_you_mean(argument, known) or 'known: ' + ', '.join(known)}")
-    found = _value(parameters[argument], value)
     with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that cannot be compared
         kind = typing.get_type_hints(cls.__init__).get(argument, Any)
         try:
-            TypeAdapter(kind | None, config=_STRICT).validate_python(found)
+            adapter = TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
+            adapter.validate_python(_value(parameters[argument], value))
         except ValidationError as error:
             raise InputError(f"{error.errors()[0]['msg']}, not {value!r}") from None
-
-
-_STRICT = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
 
 def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
