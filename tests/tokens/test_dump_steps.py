@@ -330,6 +330,7 @@ def yaml(folder: Path, pipeline: str) -> Path:
         ("- gopher_qualty", "there is no step 'gopher_qualty'; did you mean 'gopher_quality' or 'c4_quality'?"),
         ("- sampler: {rat: 0.5}", "unknown argument; did you mean 'rate'?"),
         ("- sampler: {rate: often}", "pipeline.0.sampler.rate: Input should be a valid number, not 'often'"),
+        ("- sampler: {rate: '0.5'}", "pipeline.0.sampler.rate: Input should be a valid number, not '0.5'"),
         ("- sampler: {exclusion_writer: x}", "dropped documents go to the folder `exclusions`"),
         ("- regex", "missing a required argument: 'regex_exp'"),
         ("- lambda: {filter_function: no.such_function}", "no.such_function cannot be imported"),
@@ -354,9 +355,12 @@ def test_a_wrong_step_is_named_with_its_line(tmp_path: Path, line: str, words: s
 
 
 def test_a_step_is_checked_without_a_file() -> None:
-    check_steps(["sampler", {"pii": {"email_replacement": ["a", "b"]}}, {"sampler": None}])
+    def nowhere(location: tuple[str, ...]) -> None:
+        return None
+
+    check_steps(["sampler", {"pii": {"email_replacement": ["a", "b"]}}, {"sampler": None}], nowhere)
     with pytest.raises(ConfigError, match=r"pipeline\.1\.pii\.remove_mails: .*remove_emails"):
-        check_steps(["sampler", {"pii": {"remove_mails": True}}])
+        check_steps(["sampler", {"pii": {"remove_mails": True}}], nowhere)
 
 
 def test_a_data_set_through_its_yaml(place: Workplace, capsys: pytest.CaptureFixture[str]) -> None:

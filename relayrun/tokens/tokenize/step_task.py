@@ -16,13 +16,10 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    from datatrove.data import Document
 
 from relayrun.errors import RelayrunError
 from relayrun.files import fsync_directory, fsync_file
@@ -54,10 +51,8 @@ class DocumentRows(LineFaults):
             self.others.append({})
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        others = [
-            name for name, value in row.items() if name not in self._columns and not (long and str(value) in long)
-        ]
-        self.others.append({name: row[name] for name in others})
+        short = {name: value for name, value in row.items() if not long or str(value) not in long}
+        self.others.append({name: value for name, value in short.items() if name not in self._columns})
 
     def end_array(self, array: pa.Array) -> pa.Array:
         """Count the nulls of an array that has just been read."""
@@ -102,7 +97,7 @@ class ShardSteps:
         """Raises InputError if a step cannot be made."""
         self._options = options
         self._steps = [_Step(number, entry, self) for number, entry in enumerate(options.pipeline)]
-        self._refused: Document | None = None
+        self._refused: Any = None
         """The document that a filter has just dropped."""
         self._path = exclusion_file(output, shard)
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,10 +150,8 @@ class ShardSteps:
         for text in array.to_pylist():
             row, columns = self._row, self.rows.others.popleft()
             self._row += 1
-            if text is None:
-                continue
             if not text:
-                texts.append(b"")
+                texts += [] if text is None else [b""]
                 continue
             # id and metadata as datatrove's readers make them
             document_id = columns.pop("id", f"{self._file}/{row}")
@@ -170,14 +163,14 @@ class ShardSteps:
             texts += [each.text.encode() for each in documents]
         return PackedTexts.join(texts)
 
-    def _pass(self, document: Document, step: _Step, row: int) -> list[Document]:
+    def _pass(self, document: Any, step: _Step, row: int) -> list[Any]:
         """Return what a step makes of a document; write down why it drops the document."""
         step.counts["in"] += 1
         step.reseed(document.id)
         before, self._refused = dict(document.metadata), None
         reason = ""
         try:
-            found: list[Document] = list(step.step.run(iter([document])))
+            found: list[Any] = list(step.step.run(iter([document])))
             for each in found:
                 each.text.encode()  # a step may leave something else than a text in UTF-8
         except Exception as error:
@@ -209,6 +202,6 @@ class ShardSteps:
     def __exit__(self, *_: object) -> None:
         """Nothing ends: the file is open for the whole shard."""
 
-    def write(self, document: Document, rank: int = 0) -> None:
+    def write(self, document: Any, rank: int = 0) -> None:
         """Take the document that a filter drops."""
         self._refused = document

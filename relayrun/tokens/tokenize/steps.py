@@ -8,11 +8,11 @@ This module imports datatrove on demand: a data set without steps never loads it
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import typing
@@ -28,9 +28,7 @@ _REFUSED = {"dedup", "extractors", "inference", "media", "readers", "stats", "to
 """Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
 
 
-def check_steps(
-    pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None] = lambda location: None
-) -> None:
+def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None]) -> None:
     """Raise ConfigError for the first wrong step, with the `place` of its setting. Makes no step: a constructor may
     download."""
     for number, entry in enumerate(pipeline):
@@ -53,12 +51,11 @@ def check_steps(
 
 def name_and_arguments(entry: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the arguments of a step as YAML gives it: `NAME`, or `NAME: {ARGUMENT: VALUE}`."""
-    if isinstance(entry, str):
-        return entry, {}
-    if isinstance(entry, Mapping) and len(entry) == 1:
-        ((name, given),) = entry.items()
-        if isinstance(name, str) and (given is None or isinstance(given, Mapping)):
-            return name, given or {}
+    step = {entry: {}} if isinstance(entry, str) else entry
+    if isinstance(step, Mapping) and len(step) == 1:
+        ((name, given),) = step.items()
+        if given is None or isinstance(given, Mapping):
+            return str(name), given or {}
     raise InputError("a step is NAME, or NAME: {ARGUMENT: VALUE}", hint="begin each step with a dash of its own")
 
 
@@ -66,25 +63,21 @@ def build_step(entry: Any) -> Any:
     """Return a new step of datatrove. Raises InputError if its class or its constructor refuses."""
     name, given = name_and_arguments(entry)
     cls = _step_class(name)
-    parameters = inspect.signature(cls).parameters
-    values = {each: _value(parameters.get(each), value) for each, value in given.items()}
     try:
-        return cls(**values)
+        return cls(**{argument: _value(cls, argument, value) for argument, value in given.items()})
     except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
         raise InputError(f"step {name} cannot be made: {type(error).__name__}: {error}") from None
 
 
 def describe_steps(pipeline: Sequence[Any]) -> list[dict[str, Any]]:
     """Return name, class, versions and arguments of each step for the record of a folder of shards."""
-    check_steps(pipeline)  # a job may have other packages than the node that submitted it
+    check_steps(pipeline, lambda location: None)  # a job may have other packages than the node that submitted it
     found = []
     for name, given in map(name_and_arguments, pipeline):
         cls = _step_class(name)
-        parameters = inspect.signature(cls).parameters
-        functions = [value for each in given if callable(value := _value(parameters.get(each), given[each]))]
+        functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
         modules = [each.__module__ for each in (cls, *functions)]
-        for base in cls.__mro__:
-            needs = getattr(base, "_requires_dependencies", [])
+        for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
             modules += [each if isinstance(each, str) else each[1] for each in needs]
         tokenizer = type(_word_tokenizer(cls, given)).__name__.removesuffix("Tokenizer").lower()
         modules += [tokenizer] if importlib.util.find_spec(tokenizer) else []  # spacy, nltk or stanza
@@ -131,35 +124,34 @@ def _short_names() -> dict[str, Any]:
     return found
 
 
-@functools.cache
 def _imported(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module of the user's own may raise anything
         hint = "Python finds modules that are installed, or in PYTHONPATH (cluster.environment for jobs)"
         raise InputError(f"{path} cannot be imported: {error}", hint=hint) from None
 
 
-def _value(parameter: inspect.Parameter | None, value: Any) -> Any:
+def _value(cls: Any, argument: str, value: Any) -> Any:
     """Return the argument that a constructor gets: a function for its import path."""
+    parameter = inspect.signature(cls).parameters.get(argument)
     function = isinstance(value, str) and parameter is not None and "Callable" in str(parameter.annotation)
     return _imported(value) if function else value
 
 
 def _check_argument(cls: Any, argument: str, value: Any) -> None:
-    parameters = inspect.signature(cls).parameters
     if argument == "exclusion_writer":
         raise InputError("dropped documents go to the folder `exclusions` beside the shards")
-    if argument not in parameters:
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            return
-        known = [each for each in parameters if each != "exclusion_writer"]
+    parameters = inspect.signature(cls).parameters
+    known = [each for each in parameters if each != "exclusion_writer"]
+    if argument not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise InputError(f"unknown argument; {did_you_mean(argument, known) or 'known: ' + ', '.join(known)}")
     with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that cannot be compared
         kind = typing.get_type_hints(cls.__init__).get(argument, Any)
         try:
-            adapter = TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
-            adapter.validate_python(_value(parameters[argument], value))
+            if _value(cls, argument, value) is value:  # JSON: a list is a tuple, too
+                adapter = TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
+                adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             raise InputError(f"{error.errors()[0]['msg']}, not {value!r}") from None
 

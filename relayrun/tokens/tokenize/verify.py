@@ -42,6 +42,7 @@ from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
+from relayrun.tokens.tokenize.steps import describe_steps
 
 log = logging.getLogger(__name__)
 
@@ -214,11 +215,15 @@ class _Source:
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
         """Make the whole shard again and compare checksums."""
+        steps = self.record.settings.get("pipeline", [])
+        pipeline = tuple({each["step"]: each["arguments"]} for each in steps)
+        if describe_steps(pipeline) != steps:
+            return SourceComparison(prefix=self.shard.prefix, note="its steps have other versions now")
         options = TokenizeOptions(
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
-            pipeline=tuple({each["step"]: each["arguments"]} for each in self.record.settings.get("pipeline", ())),
+            pipeline=pipeline,
             on_step_error="drop",  # with "fail" there would be no shard if a step had raised
             on_error=cast(OnError, self.task.on_error),
         )
