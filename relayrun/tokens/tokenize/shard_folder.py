@@ -162,13 +162,6 @@ class TaskRecord:
     """Seconds since 1970."""
     seconds: float = 0.0
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the documents of all three kinds, for `restore`."""
-        return self.documents, self.empty_documents, self.null_documents
-
-    def restore(self, counts: tuple[int, int, int]) -> None:
-        self.documents, self.empty_documents, self.null_documents = counts
-
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
         self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))

@@ -166,7 +166,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
             if bad:
                 bad += _file_faults(job, file)
                 continue
-            mark, before = shard.mark(), record.counts()
+            mark, before = shard.mark(), (record.documents, record.empty_documents, record.null_documents)
             faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
                 known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
@@ -176,7 +176,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                     bad.append(error)
                     continue
                 shard.rollback(mark)
-                record.restore(before)
+                record.documents, record.empty_documents, record.null_documents = before
                 if steps is not None:
                     steps.rollback()
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
