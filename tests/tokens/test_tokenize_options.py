@@ -67,7 +67,7 @@ def test_a_command_line_without_options_is_the_object_as_it_is() -> None:
 def test_the_help_names_every_default() -> None:
     text = " ".join(parser().format_help().split())
     for name, value in DEFAULTS.items():
-        if value is not None and value is not False:
+        if value is not None and value is not False and name not in ("pipeline", "on_step_error"):  # of YAML alone
             assert re.search(rf"{OPTION_FLAGS[name]}\b[^()]*\(default: {re.escape(str(value))}\b", text), name
 
 
@@ -134,7 +134,7 @@ def sources() -> list[Path]:
 def test_no_default_stands_twice() -> None:
     assert len(sources()) > 40
     options = ROOT / "relayrun/tokens/tokenize/options.py"
-    assert len(twice(options)) == sum(value is not None for value in DEFAULTS.values())
+    assert len(twice(options)) == sum(value not in (None, ()) for value in DEFAULTS.values())
     assert [line for path in sources() if path != options for line in twice(path)] == []
 
 
@@ -186,7 +186,7 @@ def test_the_example_shows_the_defaults() -> None:
     shown = {
         name: yaml_file.parse_yaml_value(value)
         for name, value in re.findall(r"^(?:# )?(\w+): (.*?)(?: #.*)?$", text, re.M)
-        if name in DEFAULTS and name != "eos_token"
+        if name in DEFAULTS and name not in ("eos_token", "pipeline")
     }
     assert len(shown) == 6
     assert shown == {name: DEFAULTS[name] for name in shown}

@@ -1,12 +1,13 @@
-"""`relayrun data show | ledger | diff | lengths`: the samples that a run reads, and the lengths of documents.
+"""`relayrun data show | ledger | diff | lengths | why`: the samples that a run reads, and the documents of text.
 
 `show` prints samples. `ledger` prints how much of each data set a run has read. `diff` compares the data of two runs.
-`lengths` prints and draws the document lengths of folders of text.
+`lengths` prints and draws the document lengths of folders of text. `why` prints which step dropped a document.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 import sys
@@ -149,6 +150,10 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("runs", nargs=2, metavar="RUN")
     measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
     add_lengths_arguments(measure)
+    why = commands.add_parser("why", help="which step dropped a document while it was tokenized, and why")
+    why.add_argument("document", metavar="DOCUMENT_ID", help="its id, or FILE/ROW below the data set")
+    why.add_argument("folder", type=Path, metavar="DUMP", help="a dump's folder of shards, or one above several")
+    why.set_defaults(run=run_why_dropped)
     for each in (show, ledger, diff):
         each.set_defaults(run=run_data)
 
@@ -165,6 +170,23 @@ def run_data(options: argparse.Namespace) -> int:
         print("\n".join(found) if found else "the data of both runs are the same")
         return 1 if found else 0
     return 0
+
+
+def run_why_dropped(options: argparse.Namespace) -> int:
+    """Print why steps dropped a document. Returns 1 if they did not drop it here."""
+    seen = found = 0
+    for file in sorted(options.folder.glob("**/exclusions/*.jsonl.gz")):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            for record in map(json.loads, lines):
+                seen += 1
+                if options.document in (record["id"], f"{record['file']}/{record['row']}"):
+                    found += 1
+                    scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
+                    place = f"row {record['row']} of {record['file']}, shard {file.name.removesuffix('.jsonl.gz')}"
+                    print(f"{record['id']}: dropped by {record['step']}: {record['reason']}{scores} ({place})")
+    if not found:
+        print(f"{options.document} is not among the {seen:,} dropped documents of {options.folder}")
+    return 0 if found else 1
 
 
 def sample_numbers(text: str) -> range:

@@ -169,7 +169,9 @@ class _NodeReader:
         if isinstance(node, yaml.MappingNode):
             result: Any = self.mapping(node, at)
         else:
-            result = [self._value(item, (*at, str(index))) for index, item in enumerate(node.value)]
+            items = [((*at, str(index)), item) for index, item in enumerate(node.value)]
+            self._places.update((place, self._place(item)) for place, item in items)
+            result = [self._value(item, place) for place, item in items]
         self._around.remove(id(node))
         return result
 

@@ -49,6 +49,7 @@ def read_parquet(
         return min(_MAX_REPEATED_ROWS if chunk.has_dictionary_page else MAX_ROWS, batch_bytes / max(average, 1))
 
     def take(batch: pa.RecordBatch, where: Callable[[int], str]) -> pa.Array:
+        _look_at_rows(batch, fields[0], faults)
         return keep_utf8(text_array(batch, fields), faults, where)
 
     # buffered pages: without a buffer the column of a whole row group is read at once
@@ -56,7 +57,17 @@ def read_parquet(
         fields = find_field(file.schema_arrow, path, column)
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
         leaf = leaves.index(".".join(fields))
-        yield from read_batches(file, path, range(file.num_row_groups), [".".join(fields)], rows_at_once, take)
+        columns = None if faults.whole_rows else [".".join(fields)]
+        yield from read_batches(file, path, range(file.num_row_groups), columns, rows_at_once, take)
+
+
+def _look_at_rows(batch: pa.RecordBatch, text_column: str, faults: LineFaults) -> None:
+    """Show `faults` the other columns of each row, if it wants them."""
+    if faults.whole_rows:
+        others = batch.select([name for name in batch.schema.names if name != text_column])
+        others.validate(full=True)
+        for row in others.to_pylist() if others.num_columns else [{}] * len(batch):
+            faults.look(row, {})
 
 
 def read_batches(
@@ -99,10 +110,12 @@ def read_arrow(
         schema = reader.schema
     fields = find_field(schema, path, column)
     raw.seek(0)
-    reader = open_ipc(raw, options=pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(fields[0])]))
+    wanted = [] if faults.whole_rows else [schema.get_field_index(fields[0])]  # none: all of them
+    reader = open_ipc(raw, options=pa.ipc.IpcReadOptions(included_fields=wanted))
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
     for number, batch in enumerate(batches):
         batch.validate()  # before its texts are read: offsets come unchecked from the file
+        _look_at_rows(batch, fields[0], faults)
         array = text_array(batch, fields)
         del batch
         array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))

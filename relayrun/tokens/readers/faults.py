@@ -30,6 +30,9 @@ class BadLine(Exception):
 class LineFaults:
     """Policy for bad lines and rows: raise, or skip and count."""
 
+    whole_rows = False
+    """Whether readers show the other columns of each row, too, with `look`."""
+
     def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
         """`skip`: leave bad lines out and count them; else the first one raises InputError. `keep`: keep a null in
         place of each bad row, so that rows keep their numbers; see `marks`."""

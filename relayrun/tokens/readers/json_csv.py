@@ -284,6 +284,8 @@ def read_csv(
                     place = _column_index(names, file, column)
                     continue
                 text = _row_text(row, names, place, column)
+                if faults.whole_rows:
+                    faults.look(dict(zip(names, row, strict=True)), {})
             except StopIteration:
                 break
             except csv.Error as error:

@@ -58,6 +58,8 @@ class DumpStatus:
     """Skipped lines by reason."""
     bad_line_examples: tuple[str, ...] = ()
     """The first skipped lines."""
+    steps: str = ""
+    """Documents in and out of each step in finished shards."""
 
     @property
     def tokens(self) -> int:
@@ -133,7 +135,8 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *_failures(dumps)])
+    steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
+    return "\n".join([*lines, *steps, *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
@@ -235,6 +238,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
+        steps=shard_folder.describe_step_counts(shards.values()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 

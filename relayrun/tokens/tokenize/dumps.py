@@ -95,17 +95,17 @@ class DumpsFolder:
 
     def finish(self, index: int) -> None:
         """Move the paths file of dump `index` to the finished ones."""
-        self.completed.mkdir(exist_ok=True)
-        os.replace(self.paths_file(index), self.completed / f"paths_file_{index}.txt")
-        fsync_directory(self.completed)
-        fsync_directory(self.dumps)
+        self._move_paths_file(index, self.dumps, self.completed)
 
     def reopen(self, index: int) -> None:
         """Move the paths file of finished dump `index` back: the next submit tokenizes its missing shards."""
-        self.dumps.mkdir(exist_ok=True)
-        os.replace(self.completed / f"paths_file_{index}.txt", self.paths_file(index))
-        fsync_directory(self.dumps)
-        fsync_directory(self.completed)
+        self._move_paths_file(index, self.completed, self.dumps)
+
+    def _move_paths_file(self, index: int, source: Path, target: Path) -> None:
+        target.mkdir(exist_ok=True)
+        os.replace(source / f"paths_file_{index}.txt", target / f"paths_file_{index}.txt")
+        fsync_directory(target)
+        fsync_directory(source)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

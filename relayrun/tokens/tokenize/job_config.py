@@ -25,6 +25,7 @@ from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.steps import check_steps
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of folder and job names."""
@@ -192,7 +193,9 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
     sites.insert_job_defaults(source, only=SITE_JOB_DEFAULTS)
     if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
         source.values.setdefault("executor", cluster["scheduler"])
-    return _validate(TokenizationConfig, source).absolute(places.project_folder(Path(path)))
+    config = _validate(TokenizationConfig, source)
+    check_steps(config.pipeline, source.place)
+    return config.absolute(places.project_folder(Path(path)))
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:

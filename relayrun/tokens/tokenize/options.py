@@ -20,6 +20,7 @@ from relayrun.errors import InputError
 AppendEod = Literal["yes", "no", "auto"]
 EngineName = Literal["auto", "huggingface", "gigatoken", "bytes"]
 OnError = Literal["fail", "skip-file", "skip-line"]
+OnStepError = Literal["fail", "drop"]
 
 
 def _yes_or_no(value: object) -> object:
@@ -53,6 +54,10 @@ class TokenizeOptions(Section):
     """Encode the text of a special token in a document as that token; else it stays text."""
     keep_empty: bool = False
     """Keep documents without text as documents without tokens; else they are dropped and counted."""
+    pipeline: Annotated[tuple[Any, ...], Field(strict=False)] = ()
+    """Steps of datatrove that each document passes before it is encoded, see `steps`."""
+    on_step_error: OnStepError = "fail"
+    """Treatment of a document on which a step raises an error. drop: it is dropped and counted as the filters' are."""
     workers: Annotated[int, Field(ge=-1), AfterValidator(_nonzero_workers)] = -1
     """Shards made at a time on a node; -1: as many as tasks."""
     engine: EngineName = "auto"
@@ -93,12 +98,13 @@ def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> Tok
         raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None
 
 
-OPTION_FLAGS = {name: f"--{name.replace('_', '-')}" for name in TokenizeOptions.model_fields} | {
+_NO_FLAG = ("pipeline", "on_step_error")
+OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in _NO_FLAG} | {
     "tokenizer": "--tokenizer-name-or-path",
     "tasks": "--n-tasks",
     "workers": "--n-workers",
 }
-"""Flag of every field."""
+"""Flag of every field but steps, which a YAML file alone gives."""
 
 
 def add_tokenize_flags(parser: argparse.ArgumentParser, names: Collection[str] = OPTION_FLAGS) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
@@ -27,6 +28,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
 from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
+from relayrun.tokens.tokenize.steps import describe_steps
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class TokenizeResult:
     null_documents: int
     routed_documents: int
     """Documents that went to the reference instead of the fast engine."""
+    steps: str
+    """Documents in and out of each step."""
     skipped_files: int
     bad_lines: dict[str, int]
     """Skipped lines by reason."""
@@ -65,6 +69,7 @@ class TokenizeResult:
             f"{self.documents:,} documents, {self.tokens:,} tokens from {self.files:,} files "
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
             f"dropped: {self.empty_documents:,} empty and {self.null_documents:,} null documents"
+            + (f"\nsteps: {self.steps}" if self.steps else "")
             + (f"\nleft out: {self.skipped_files:,} files that cannot be read" if self.skipped_files else "")
             + (f"\nleft out: {describe_bad_lines(self.bad_lines)}" if self.bad_lines else "")
         )
@@ -122,7 +127,8 @@ def tokenize_paths_file(
     if not result.documents:
         raise InputError(
             f"no document with text in {len(names):,} files, so there is no shard: "
-            f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
+            f"{result.empty_documents:,} empty and {result.null_documents:,} null documents"
+            + (f"; {result.steps}" if result.steps else ""),
             where=paths_file,
             hint=lost or f"is {options.column!r} the column of the text?",
         )
@@ -132,7 +138,7 @@ def tokenize_paths_file(
 def _open_folder(
     output: Path, names: Sequence[str], options: TokenizeOptions, tokenizer: DocumentTokenizer, source: str, logs: Path
 ) -> ShardFolder:
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
         "eos": tokenizer.eos_id,
         "bos": tokenizer.bos_id,
@@ -141,6 +147,8 @@ def _open_folder(
         "empty documents": "kept" if options.keep_empty else "dropped",
         "tasks": options.tasks,
     }
+    if options.pipeline:
+        settings["pipeline"] = describe_steps(options.pipeline)
     return ShardFolder(
         output,
         settings,
@@ -231,6 +239,7 @@ def _result(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
         **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
+        steps=shard_folder.describe_step_counts(tasks),
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),

@@ -24,7 +24,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
-_TEMPORARY = (".idx.tmp", ".bin.tmp")
+_EXCLUSIONS = "exclusions/{}.jsonl.gz"
+_FILES = ("{}.idx", "{}.bin", _EXCLUSIONS)
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
@@ -155,6 +156,10 @@ class TaskRecord:
     engine_version: str = ""
     xxh3_128: dict[str, str] = field(default_factory=dict)
     """Checksums of the .bin and the .idx."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """By step: its documents in and out, and the dropped ones by reason."""
+    exclusions: str = ""
+    """Checksum of the file of dropped documents; empty without steps."""
     on_error: str = ""
     """Treatment of unreadable input, see `TokenizeOptions`."""
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -177,6 +182,13 @@ class TaskRecord:
         """Add the skipped lines of one more file."""
         self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
+
+
+def describe_step_counts(tasks: Iterable[TaskRecord]) -> str:
+    """Describe the documents in and out of each step of these tasks of one folder; empty without steps."""
+    steps = zip(*(task.steps for task in tasks), strict=True)
+    totals = [(of[0]["step"], sum(each["in"] for each in of), sum(each["out"] for each in of)) for of in steps]
+    return "; ".join(f"{name} {documents_in:,} in, {out:,} out" for name, documents_in, out in totals)
 
 
 def file_content_hash(path: str) -> str:
@@ -268,6 +280,9 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
+        dropped = exclusion_file(self.path, name)
+        if task.exclusions and not (dropped.is_file() and file_checksum(dropped) == task.exclusions):
+            return "its dropped documents are not what its record says (xxh3-128)"
         if task.tokens == 0:
             return None
         try:
@@ -283,13 +298,13 @@ class ShardFolder:
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
-        for suffix in (".idx", ".bin", *_TEMPORARY):
-            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+        for form, end in itertools.product(_FILES, ("", ".tmp")):
+            (self.path / f"{form.format(name)}{end}").unlink(missing_ok=True)
 
     def drop_temporary(self) -> None:
         """Remove the files of killed workers."""
-        for name, suffix in itertools.product(self.parts, _TEMPORARY):
-            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+        for name, form in itertools.product(self.parts, _FILES):
+            (self.path / f"{form.format(name)}.tmp").unlink(missing_ok=True)
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -378,6 +393,11 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
             changed.append(then[0])
     return changed, gone
+
+
+def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:
+    """Return the file of the documents that steps dropped from a shard."""
+    return Path(folder, _EXCLUSIONS.format(shard))
 
 
 def shard_name(rank: int) -> str:

@@ -41,6 +41,7 @@ from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
+from relayrun.tokens.tokenize.step_task import ShardSteps
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
@@ -158,6 +159,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         engine_version=job.selection.version,
         on_error=job.options.on_error,
     )
+    steps = ShardSteps(job.options, output=job.output, shard=part.name) if job.options.pipeline else None
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
@@ -167,9 +169,9 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 bad += _file_faults(job, file)
                 continue
             mark, before = shard.mark(), record.counts()
-            faults = LineFaults(skip=job.options.skips_lines)
+            faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
-                known = _tokenize_file(job, file, engine, shard, record, progress, faults)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
@@ -177,6 +179,8 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                     continue
                 shard.rollback(mark)
                 record.restore(before)
+                if steps is not None:
+                    steps.rollback()
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
                 record.skipped.append(SkippedFile(file=file[0], error=str(error), reason=reason))
                 known, faults = "", LineFaults()
@@ -185,9 +189,13 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
             record.file_rows.append(record.rows - before["rows"] + sum(faults.counts.values()))
         if bad:
             raise combined_error(bad, "files failed")
+        if steps is not None:
+            record.steps, record.exclusions = steps.finish()
         shard.finish()
     except BaseException:
         shard.abort()
+        if steps is not None:
+            steps.abort()
         raise
     finally:
         progress.end()
@@ -217,12 +225,14 @@ def _tokenize_file(
     record: TaskRecord,
     progress: TaskProgress,
     faults: LineFaults,
+    steps: ShardSteps | None,
 ) -> str:
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
     options = job.options
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
-    for texts in _text_batches(_gather_arrays(arrays, job), job, record):
+    seen = arrays if steps is None else map(steps.rows.end_array, arrays)
+    for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         where = (
             _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         )
@@ -243,6 +253,9 @@ def _tokenize_file(
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
+    if steps is not None:
+        record.null_documents += steps.rows.nulls
+        record.rows = first + steps.row - sum(faults.counts.values())
     known = file_content_hash(path)  # right after reading, while its bytes are in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
@@ -322,14 +335,17 @@ def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
     return array
 
 
-def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[PackedTexts]:
+def _text_batches(
+    arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord, steps: ShardSteps | None
+) -> Iterator[PackedTexts]:
     for array in arrays:
-        if array.null_count:
+        if steps is None and array.null_count:
             record.null_documents += array.null_count
             record.rows += array.null_count
             array = array.drop_null()
-        batches = PackedTexts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
-        del array
+        texts = PackedTexts.from_arrow(array) if steps is None else steps.apply(array)
+        batches = texts.split(job.options.batch_bytes, job.options.batch_documents)
+        del array, texts
         yield from batches
         del batches
 

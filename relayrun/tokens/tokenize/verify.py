@@ -42,6 +42,7 @@ from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
+from relayrun.tokens.tokenize.steps import describe_steps
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,9 @@ class _Source:
 
     def compare_sample(self) -> SourceComparison:
         """Compare some documents of one file."""
+        if self.record.settings.get("pipeline"):
+            note = "steps made its texts; compare all of it with --full"
+            return SourceComparison(prefix=self.shard.prefix, note=note)
         counts, prefix = self.task.file_documents, self.shard.prefix
         full_files = [number for number, count in enumerate(counts) if count]
         generator = random.Random(self.task.xxh3_128.get("bin"))
@@ -215,10 +219,16 @@ class _Source:
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
         """Make the whole shard again and compare checksums."""
+        steps = self.record.settings.get("pipeline", [])
+        pipeline = tuple({each["step"]: each["arguments"]} for each in steps)
+        if describe_steps(pipeline) != steps:
+            return SourceComparison(prefix=self.shard.prefix, note="its steps have other versions now")
         options = TokenizeOptions(
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
+            pipeline=pipeline,
+            on_step_error="drop",  # with "fail" there would be no shard if a step had raised
             on_error=cast(OnError, self.task.on_error),
         )
         name = os.path.basename(self.shard.prefix)

@@ -1,0 +1,209 @@
+"""Steps of datatrove in the task of a shard: documents in, texts out, and the dropped documents with their reasons.
+
+The bytes depend on the files and the steps alone. A task makes a shard from its first document, so the state that a
+step keeps across documents begins anew with each shard, as with each task of datatrove. Random numbers begin anew with
+each document: the seed is made of the document's id and the step's `seed`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import hashlib
+import json
+import os
+import random
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from relayrun.errors import RelayrunError
+from relayrun.files import fsync_directory, fsync_file
+from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.urls import printable
+from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.shard_folder import exclusion_file
+from relayrun.tokens.tokenize.steps import build_step, name_and_arguments
+
+
+class DocumentRows(LineFaults):
+    """Keeps the other columns of each row for its document; a bad row keeps its place and its number."""
+
+    whole_rows = True
+
+    def __init__(self, options: TokenizeOptions) -> None:
+        super().__init__(skip=options.skips_lines, keep=True)
+        self._columns = {options.column, options.column.partition(".")[0]}
+        self.nulls = 0
+        """Rows without a text, bad ones aside."""
+        self.others: deque[dict[str, Any]] = deque()
+        """The other columns of the rows that have been read."""
+
+    def add(self, bad: BadLine, where: str) -> None:
+        super().add(bad, where)
+        if bad.reason in ("not JSON", "no object"):
+            self.others.append({})
+
+    def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
+        short = {name: value for name, value in row.items() if not long or str(value) not in long}
+        self.others.append({name: value for name, value in short.items() if name not in self._columns})
+
+    def end_array(self, array: pa.Array) -> pa.Array:
+        """Count the nulls of an array that has just been read."""
+        self.nulls += array.null_count - len(self.marks)
+        self.marks.clear()
+        return array
+
+
+class _Step:
+    """A step in a task, and what it did."""
+
+    def __init__(self, number: int, entry: Any, shard: ShardSteps) -> None:
+        self.name, given = name_and_arguments(entry)
+        self.step = build_step(entry)
+        self.counts: dict[str, Any] = {"step": self.name, "in": 0, "out": 0, "dropped": {}}
+        if hasattr(self.step, "exclusion_writer"):
+            self.step.exclusion_writer = shard
+        self._seed = f"{number} {given.get('seed')}"
+        self._own = self.name == "lambda" or not type(self.step).__module__.startswith("datatrove.")
+        holders = [getattr(value, "__self__", value) for value in vars(self.step).values()]
+        self._generators = [each for each in holders if isinstance(each, (np.random.Generator, random.Random))]
+
+    def reseed(self, document_id: str) -> None:
+        """Begin random numbers anew for a document: the step's own, and the global ones for code of the user."""
+        if self._generators or self._own:
+            text = f"{self._seed}\0{document_id}".encode("utf-8", "surrogatepass")
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+            for generator in self._generators:
+                if isinstance(generator, random.Random):
+                    generator.seed(seed)
+                else:
+                    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+            if self._own:
+                random.seed(seed)
+                np.random.seed(seed)
+
+
+class ShardSteps:
+    """The steps of one shard, and its file of dropped documents."""
+
+    def __init__(self, options: TokenizeOptions, *, output: str, shard: str) -> None:
+        """Raises InputError if a step cannot be made."""
+        self._options = options
+        self._steps = [_Step(number, entry, self) for number, entry in enumerate(options.pipeline)]
+        self._refused: Any = None
+        """The document that a filter has just dropped."""
+        self._path = exclusion_file(output, shard)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._raw: IO[bytes] = open(f"{self._path}.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
+        self._lines: gzip.GzipFile | None = None
+
+    def begin_file(self, file: str) -> DocumentRows:
+        """Begin a file; return the object that its reader fills."""
+        self._end_member()
+        self._before = self._raw.tell(), copy.deepcopy([each.counts for each in self._steps])
+        # a member of gzip for each file, without a time: the same documents give the same bytes
+        self._lines = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, mtime=0)
+        self._file = file
+        self.row = 0
+        """Rows of the file so far, bad ones and nulls among them."""
+        self.rows = DocumentRows(self._options)
+        return self.rows
+
+    def _end_member(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def rollback(self) -> None:
+        """Drop the counts and the documents of the file that `begin_file` began."""
+        self._end_member()
+        place, counts = self._before
+        self._raw.seek(place)
+        self._raw.truncate()
+        for step, before in zip(self._steps, counts, strict=True):
+            step.counts = before
+
+    def finish(self) -> tuple[list[dict[str, Any]], str]:
+        """Publish the file of dropped documents; return the counts of each step, and the checksum of the file."""
+        self._end_member()
+        self._raw.close()
+        digest = file_checksum(self._raw.name)
+        fsync_file(self._raw.name)
+        os.replace(self._raw.name, self._path)
+        fsync_directory(self._path.parent)
+        return [each.counts for each in self._steps], digest
+
+    def abort(self) -> None:
+        """Remove the unfinished file."""
+        self._raw.close()
+        Path(self._raw.name).unlink(missing_ok=True)
+
+    def apply(self, array: pa.Array) -> PackedTexts:
+        """Return the texts that the steps leave of the next rows of the file. An empty text passes as it is."""
+        from datatrove.data import Document  # on demand: datatrove takes seconds to import
+
+        texts: list[bytes] = []
+        for text in array.to_pylist():
+            row, columns = self.row, self.rows.others.popleft()
+            self.row += 1
+            if not text:
+                texts += [] if text is None else [b""]
+                continue
+            # id and metadata as datatrove's readers make them
+            document_id = columns.pop("id", f"{self._file}/{row}")
+            inner = columns.pop("metadata", {})
+            metadata = (inner if isinstance(inner, dict) else {"metadata": inner}) | columns
+            documents = [Document(text=text, id=str(document_id), metadata=metadata)]
+            for step in self._steps:
+                documents = [found for each in documents for found in self._pass(each, step, row)]
+            texts += [each.text.encode() for each in documents]
+        return PackedTexts.join(texts)
+
+    def _pass(self, document: Any, step: _Step, row: int) -> list[Any]:
+        """Return what a step makes of a document; write down why it drops the document."""
+        step.counts["in"] += 1
+        step.reseed(document.id)
+        before, self._refused = dict(document.metadata), None
+        reason = ""
+        try:
+            found: list[Any] = list(step.step.run(iter([document])))
+            for each in found:
+                each.text.encode()  # a step may leave something else than a text in UTF-8
+        except Exception as error:
+            words = f"step {step.name} raises {type(error).__name__}: {printable(str(error))}"
+            if self._options.on_step_error == "fail" or isinstance(error, (ImportError, OSError)):
+                hint = "mend the step, or drop such documents with on_step_error: drop"
+                where = f"document {printable(document.id)} (row {row} of {printable(self._file)})"
+                raise RelayrunError(words, where=where, hint=hint) from error  # no fault of the file
+            found, reason = [], f"error: {type(error).__name__}"
+        step.counts["out"] += len(found)
+        if not found:
+            refused = self._refused or document
+            reason = reason or str(refused.metadata.get("filter_reason") or "dropped")
+            step.counts["dropped"][reason] = step.counts["dropped"].get(reason, 0) + 1
+            numbers = {name: value for name, value in refused.metadata.items() if isinstance(value, (int, float))}
+            scores = {name: value for name, value in numbers.items() if before.get(name) != value}
+            place = {"id": refused.id, "file": self._file, "row": row, "step": step.name}
+            record = place | {"reason": reason, "scores": scores, "text": refused.text, "metadata": before}
+            line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            assert self._lines is not None
+            self._lines.write(line.encode("utf-8", "backslashreplace"))
+        return found
+
+    # a filter of datatrove enters its exclusion writer, and gives it the document that it drops
+
+    def __enter__(self) -> ShardSteps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends: the file is open for the whole shard."""
+
+    def write(self, document: Any, rank: int = 0) -> None:
+        """Take the document that a filter drops."""
+        self._refused = document

@@ -1,0 +1,167 @@
+"""Steps of datatrove between the readers and the writer of a shard: the `pipeline` of a data set's YAML, checked.
+
+A step is a filter, a formatter or a class of the user's own with datatrove's `run`. Datatrove's readers, writers,
+tokenizers, extractors, statistics and deduplication are refused: they work on files, or on many documents at a time.
+This module imports datatrove on demand: a data set without steps never loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import pkgutil
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from relayrun.errors import ConfigError, InputError, did_you_mean
+
+_REFUSED = {"dedup", "extractors", "inference", "media", "readers", "stats", "tokens", "writers"}
+"""Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
+
+
+def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None]) -> None:
+    """Raise ConfigError for the first wrong step, with the `place` of its setting. Makes no step: a constructor may
+    download."""
+    for number, entry in enumerate(pipeline):
+        location: tuple[str, ...] = ("pipeline", str(number))
+        try:
+            name, given = name_and_arguments(entry)
+            location = step = (*location, name)
+            cls = _step_class(name)
+            for argument, value in given.items():
+                location = (*step, argument)
+                _check_argument(cls, argument, value)
+            location = step
+            inspect.signature(cls).bind(**given)
+            cls.__new__(cls)  # datatrove compares the packages that the class needs
+            _word_tokenizer(cls, given)
+        except (InputError, ImportError, TypeError, ValueError) as error:
+            words, hint = (error.message, error.hint) if isinstance(error, InputError) else (str(error), None)
+            raise ConfigError(f"{'.'.join(location)}: {words}", where=place(location), hint=hint) from None
+
+
+def name_and_arguments(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the arguments of a step as YAML gives it: `NAME`, or `NAME: {ARGUMENT: VALUE}`."""
+    step = {entry: {}} if isinstance(entry, str) else entry
+    if isinstance(step, Mapping) and len(step) == 1:
+        ((name, given),) = step.items()
+        if given is None or isinstance(given, Mapping):
+            return str(name), given or {}
+    raise InputError("a step is NAME, or NAME: {ARGUMENT: VALUE}", hint="begin each step with a dash of its own")
+
+
+def build_step(entry: Any) -> Any:
+    """Return a new step of datatrove. Raises InputError if its class or its constructor refuses."""
+    name, given = name_and_arguments(entry)
+    cls = _step_class(name)
+    try:
+        return cls(**{argument: _value(cls, argument, value) for argument, value in given.items()})
+    except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"step {name} cannot be made: {type(error).__name__}: {error}") from None
+
+
+def describe_steps(pipeline: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return name, class, versions and arguments of each step for the record of a folder of shards."""
+    check_steps(pipeline, lambda location: None)  # a job may have other packages than the node that submitted it
+    found = []
+    for name, given in map(name_and_arguments, pipeline):
+        cls = _step_class(name)
+        functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
+        modules = [each.__module__ for each in (cls, *functions)]
+        for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
+            modules += [each if isinstance(each, str) else each[1] for each in needs]
+        tokenizer = type(_word_tokenizer(cls, given)).__name__.removesuffix("Tokenizer").lower()
+        modules += [tokenizer] if importlib.util.find_spec(tokenizer) else []  # spacy, nltk or stanza
+        described = {"step": name, "class": f"{cls.__module__}.{cls.__qualname__}", "arguments": dict(given)}
+        found.append(described | {"versions": dict(map(_version, modules))})
+    return found
+
+
+def _version(module: str) -> tuple[str, str | None]:
+    """Return package and version of a module, or else the module and the hash of its file."""
+    package = module.partition(".")[0]
+    try:
+        return package, importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        file = getattr(pkgutil.resolve_name(module), "__file__", None)
+        return module, None if file is None else "sha256:" + hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _step_class(name: str) -> Any:
+    from datatrove.pipeline.base import PipelineStep
+
+    if "." not in name and ":" not in name and name not in (known := _short_names()):
+        near = did_you_mean(name, known) or f"known: {', '.join(known)}"
+        raise InputError(f"there is no step {name!r}; {near}", hint="or write the import path of a class")
+    cls = _imported(name) if "." in name or ":" in name else known[name]
+    if not (isinstance(cls, type) and issubclass(cls, PipelineStep)):
+        raise InputError("this is no class of datatrove's PipelineStep")
+    modules = [base.__module__.split(".") for base in cls.__mro__]
+    if kind := {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]} & _REFUSED:
+        hint = "a step sees one document at a time: a filter, a formatter, or a class of your own"
+        raise InputError(f"{cls.__name__} is one of datatrove's {kind.pop()}, which are no steps of a shard", hint=hint)
+    return cls
+
+
+def _short_names() -> dict[str, Any]:
+    """Return datatrove's filters and formatters by short name, GopherQualityFilter as `gopher_quality`."""
+    from datatrove.pipeline import filters, formatters
+
+    found = {}
+    for name, cls in (vars(filters) | vars(formatters)).items():
+        if isinstance(cls, type):
+            *words, _ = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
+            found["_".join(words).lower()] = cls
+    return found
+
+
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:  # a module of the user's own may raise anything
+        hint = "Python finds modules that are installed, or in PYTHONPATH (cluster.environment for jobs)"
+        raise InputError(f"{path} cannot be imported: {error}", hint=hint) from None
+
+
+def _value(cls: Any, argument: str, value: Any) -> Any:
+    """Return the argument that a constructor gets: a function for its import path."""
+    parameter = inspect.signature(cls).parameters.get(argument)
+    function = isinstance(value, str) and parameter is not None and "Callable" in str(parameter.annotation)
+    return _imported(value) if function else value
+
+
+def _check_argument(cls: Any, argument: str, value: Any) -> None:
+    if argument == "exclusion_writer":
+        raise InputError("dropped documents go to the folder `exclusions` beside the shards")
+    parameters = inspect.signature(cls).parameters
+    known = [each for each in parameters if each != "exclusion_writer"]
+    if argument not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        raise InputError(f"unknown argument; {did_you_mean(argument, known) or 'known: ' + ', '.join(known)}")
+    with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that cannot be compared
+        kind = typing.get_type_hints(cls.__init__).get(argument, Any)
+        try:
+            if _value(cls, argument, value) is value:  # JSON: a list is a tuple, too
+                adapter = TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
+                adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            raise InputError(f"{error.errors()[0]['msg']}, not {value!r}") from None
+
+
+def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
+    """Return the word tokenizer that a filter of datatrove loads for its language at its first document; None without.
+    Raises ImportError for a missing package, ValueError for an unknown language."""
+    from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+    parameter = inspect.signature(cls).parameters.get("language")
+    if parameter is None or not cls.__module__.startswith("datatrove.pipeline.filters."):
+        return None
+    return load_word_tokenizer(given.get("language", parameter.default))
