@@ -89,7 +89,7 @@ def test_the_runs_that_the_examples_mean(project: Path) -> None:
     sweep.write_text("include: [my-run.yaml]\nname: my-sweep\n" + blocks("sweeps", "yaml")[1])
     axes = bash(project, dry["sweeps"])
     assert axes.returncode == 0, axes.stderr
-    assert len(runs_of(axes)) == 5
+    assert len(runs_of(axes)) == 8
     sweep.write_text(whole.replace("2e-3", "high"))
     refused = bash(project, dry["sweeps"])
     assert refused.returncode == 1
