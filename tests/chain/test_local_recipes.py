@@ -132,7 +132,7 @@ def test_a_recipe_killed_at_ten_random_moments_trains_as_undisturbed(name: str, 
     chain.join(1800)
     assert not chain.is_alive()
     for run in (whole, cut):
-        assert (stop_reason(run) or "").startswith(f"the last iteration, {last}, is durable")
+        assert (stop_reason(run) or "").startswith(f"the last iteration, {last}, is saved")
     assert len(cut.attempt_numbers()) == len(KILLS) + 1
     assert sorted(losses(cut.metrics_view)) == list(range(1, last + 1))
     assert losses(cut.metrics_view) == losses(whole.metrics_view)

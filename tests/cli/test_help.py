@@ -17,7 +17,7 @@ FOUND = {
     "OOM": "why",
     "CUDA out of memory": "why",
     "NCCL timeout": "hangs",
-    "failure signature": "why",
+    "failure signature": "chain.failure_signatures",
     "resume with fewer nodes": "spare-nodes",
     "different number of gpus": "checkpoints",
     "site file for my cluster": "clusters",

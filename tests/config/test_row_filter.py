@@ -39,7 +39,7 @@ ROWS = pa.table(
 )
 def test_a_condition_keeps_the_rows_that_it_means(text: str, kept: list[int]) -> None:
     table = ROWS.append_column("row", pa.array(range(5)))
-    assert table.filter(arrow_expression(parse_row_condition(text)))["row"].to_pylist() == kept
+    assert table.filter(arrow_expression(parse_row_condition(text), table.schema))["row"].to_pylist() == kept
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ def test_another_job_that_is_completing_is_asked_once_a_second(tmp_path: Path, m
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert slurm_of(tmp_path, monkeypatch, scontrol=f'{states}; echo "{line}"').cancelled("17", nodes="n[0-1]")
-    assert slept == [1, 1, 1]
+    assert [seconds for seconds in slept if seconds >= 1] == [1, 1, 1]  # `subprocess` sleeps as well
 
 
 def test_a_preemption_from_which_a_job_has_come_back_is_over() -> None:

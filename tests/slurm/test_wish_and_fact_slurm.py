@@ -87,7 +87,7 @@ def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     found = run_status.read_run_status(run, queue.query_queue(run), now=0.0)
     assert found.changed_options == []
     wait_for_end(cluster, run, plan)
-    assert (stop_reason(run) or "").endswith("is durable"), logs(run)
+    assert (stop_reason(run) or "").endswith("is saved"), logs(run)
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dump")
     train_tokenizer(folder / "tokenizer.json")
     for number in range(2):
-        write_parquet(folder / f"{number}.parquet", TEXTS * 20)
+        write_parquet(folder / f"{number}.parquet", (TEXTS if number else TEXTS[::-1]) * 20)
     (folder / "paths").write_text("0.parquet\n1.parquet\n")
     options = TokenizeOptions(tokenizer=str(folder / "tokenizer.json"), workers=1)
     tokenize_paths_file(options, output_folder=folder / "dump", dataset=folder, paths_file=folder / "paths")

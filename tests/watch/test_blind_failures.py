@@ -10,6 +10,7 @@ The files were written before their authors saw the table of failures or a test 
 | blind_failures_third_author.txt | 21 | 7 | 2 |
 | blind_failures_fourth_author.txt | 23 | 4 | 3 |
 | blind_failures_fifth_author.txt (40) | 27 | 9 | 4 |
+| blind_failures_sixth_author.txt | 15 | 5 | 10 |
 
 The other author names owners that do not exist here: `environment` is judged as configuration, `data` as configuration,
 file system, or program if the quote names a file. Without that, 15 of that file were right and 15 wrong.
@@ -45,8 +46,10 @@ OWNERS = {
     "environment": ["configuration"],
     "data": ["configuration", "file system"],
     "slurm": ["Slurm"],
+    "limit": ["Slurm"],
+    "cancelled": ["Slurm", "person"],
 }
-"""Owners of the other author, in the words of the table."""
+"""Owners of other authors, in the words of the table."""
 STILL = {"illegal-instruction": "unknown"}
 """What is not right yet."""
 Case = tuple[str, str, str, str]
