@@ -50,6 +50,8 @@ SHOWN_BY = {
     "data show": LOOKS,
     "data ledger": LOOKS,
     "data diff": LOOKS,
+    "data why": LOOKS,
+    "metrics": "a file by a rename",
     "dumps size": LOOKS,
     "dumps status": LOOKS,
     "mixture prefixes": LOOKS,

@@ -222,7 +222,7 @@ def test_a_mixture_of_two_tokenizers_is_refused(workspace: Workspace, caplog: py
     change_record(workspace, lambda value: value["tokenizer"].update(ids="0" * 64))
     with pytest.raises(InputError, match=r"other/0000._tokens: another tokenizer made this shard than .*dump/0000._to"):
         create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture")
-    assert caplog.text == ""
+    assert "taken, as" not in caplog.text
     create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture", allow_other_tokenizer=True)
     assert "taken, as --allow-other-tokenizer says" in caplog.text
 
@@ -372,7 +372,7 @@ def test_what_flags_hold_out_is_looked_at_and_what_settings_allow_holds_for_flag
         said = errors({"train-data-path": [dump], f"{name}-data-path": [f"{folder}/copy/00000_tokens"]})
         assert f"also stand in validation '{name}'" in said
     both = {"data-path": [dump, f"{folder}/copy/00000_tokens"]}
-    assert errors(both | {"split": "100,0,0"}) == "[]"
+    assert "its text also stands in" in errors(both | {"split": "100,0,0"})
     assert "would hold out text" in errors(both | {"split": "969, 30, 1"})
     often = {"data-path": [dump], "train-iters": 1_000_000}
     assert "data.epochs" in errors(often)
