@@ -262,7 +262,7 @@ def test_a_condition_chooses_lines_as_arrow_chooses_rows(condition: str) -> None
     tree = conditions.parse_row_condition(condition)
     schema = pa.schema([("a", pa.int64()), ("b", pa.float64()), ("c", pa.string()), ("d", pa.bool_())])
     table = pa.Table.from_pylist([row | {"n": n} for n, row in enumerate(found)], schema.append(pa.field("n", "int64")))
-    expected = set(table.filter(arrow_expression(tree))["n"].to_pylist())
+    expected = set(table.filter(arrow_expression(tree, table.schema))["n"].to_pylist())
     assert {n for n, row in enumerate(found) if row_fulfils(tree, row)} == expected
     without = [{name: value for name, value in row.items() if value is not None} for row in found]
     assert {n for n, row in enumerate(without) if row_fulfils(tree, row)} == expected

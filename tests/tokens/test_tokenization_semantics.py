@@ -315,7 +315,10 @@ def test_texts_without_a_known_letter_are_empty_however_long_they_are(
         for folder in (out, tmp_path / "pieces")
     )
     assert whole["documents"] == pieces["documents"] == (6 if keep_empty else 3)
-    assert whole["empty_documents"] == pieces["empty_documents"] == (0 if keep_empty else 3)
+    assert whole["empty_documents"] == pieces["empty_documents"] == (0 if keep_empty else 1)
+    if not keep_empty:
+        assert whole["losses"] == pieces["losses"]
+        assert whole["losses"]["lost documents"] == 2
     assert shard_documents(out / "00000_tokens")[-1] == [5, *[3] * 300, 4]
 
 

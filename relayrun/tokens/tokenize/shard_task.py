@@ -237,10 +237,12 @@ def _tokenize_file(
             _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         )
         if where is not None:  # a batch of a single long text
-            if _tokenize_long(texts, where, job.framing, engine, shard):
-                record.documents += 1
-            else:
-                record.empty_documents += 1
+            kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
+            seen_of_ids = np.empty(0, np.int64), np.array([kept])  # unknown ids of long texts are not counted
+            losses = _loss_counter(job.definition, job.fingerprint).count(texts, seen_of_ids)
+            record.losses = dict(losses + Counter(record.losses))
+            record.documents += kept
+            record.empty_documents += max(0, 1 - kept - losses[LOST_DOCUMENTS])
         else:
             texts, encoded = _encode(engine, texts, faults, f"{printable(path)}, text {record.rows - first + 1}")
             losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
