@@ -93,7 +93,9 @@ def _parser(parser: argparse.ArgumentParser, words: str = "") -> Iterator[str]:
             for name, inner in action.choices.items():
                 yield from _parser(inner, f"`{parser.prog} {name}`: {helped.get(name, '')}")
         elif not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
-            rows.append(f"- {_argument(action)}: {_cell((action.help or '').replace('%%', '%'))}")
+            said = argparse.HelpFormatter(parser.prog)._expand_help(action) if action.help else ""
+            must = "; must be given" if action.required and action.option_strings else ""
+            rows.append(f"- {_argument(action)}: {_cell(said)}{must}")
     if rows or words:
         yield from ([words, ""] if words else [])
         yield from ([*rows, ""] if rows else [])

@@ -23,6 +23,7 @@ def test_every_setting_and_command_is_there() -> None:
     for setting in describe_settings():
         assert f"`{setting.name}`" in page or f"## {setting.name}\n" in page, setting.name
     commands = write_reference.commands()
+    assert "%(" not in commands  # defaults are filled in
     assert sorted(re.findall(r"^### relayrun (\S+)$", commands, re.M)) == sorted(cli.COMMANDS)
     for name in cli.COMMANDS:
         parser = argparse.ArgumentParser()

@@ -229,7 +229,7 @@ def test_added_tokens_are_cut_out_where_nothing_around_them_belongs_to_them() ->
 
 
 def test_the_page_lists_the_families_of_the_code() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/how-to/tokenization.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/reference/tokenization-details.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]+) \|$", page.partition("| form, as")[2], re.M)
     found = {name: (engine, frozenset(re.findall(r"U\+(\w{4})", doubtful))) for name, engine, doubtful in rows}
     assert found == {

@@ -168,7 +168,7 @@ class MegatronLMSection(Section):
     precedence over the settings. `true`: the flag alone; `false`: without it; a list: several words after it; `null`:
     as if the line did not exist."""
     args_file: SingleLine | None = None
-    """A Bash file whose arrays NAME_ARGS=(--flag value ...) are further flags; its other lines are not executed."""
+    """A launcher, read and never run. One that starts a training gives all flags, another its NAME_ARGS arrays."""
 
     @field_validator("args", mode="before")
     @classmethod

@@ -110,13 +110,13 @@ class ChainSection(DataclassSection):
     """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
     0: the node is healthy."""
     grace_period: Literal["auto"] | Positive = "auto"
-    """Grace period: seconds before the job's end at which rank 0 saves and the ranks exit. `auto`: min(600, a quarter
+    """Grace period: seconds before the job's end at which all ranks save and exit. `auto`: min(600, a quarter
     of the limit) for the first attempt, later the measured time of steps and saves."""
     min_grace_period: Positive = 30
     """Minimum of the measured grace period in seconds (at most half the time limit)."""
     signal_seconds: Literal["auto"] | Positive = "auto"
-    """Seconds before the end at which Slurm sends SIGUSR2, the backstop. `auto`: 60 less than the grace period, or half
-    of it."""
+    """Seconds before the end at which Slurm sends SIGUSR2, the backstop. `auto`: 60 less than the grace period, at
+    least half of it."""
     hang_timeout: Positive = 300
     """Seconds without progress after which the ranks are ended; ten usual steps if that is longer. With `recovery:
     node` steps, saves and reads have limits of their own, never shorter than 60 s or this (`relayrun help hangs`)."""

@@ -163,7 +163,7 @@ class EvaluationSection(Section):
     interval: Positive
     """Iterations between evaluations, a multiple of checkpoint.interval. The last iteration is always evaluated."""
     tasks: list[str] = []
-    """Tasks of lm-evaluation-harness (extra `evaluation`); none: `command`, or the mean loss on the validation sets,
+    """Tasks of lm-evaluation-harness (extra `evaluate`); none: `command`, or the mean loss on the validation sets,
     with trainer native alone."""
     command: list[SingleLine] = []
     """A program of your own in place of `tasks`, word by word, without a shell: it scores the folder `{model}`, in
