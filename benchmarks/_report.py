@@ -409,6 +409,9 @@ def render() -> str:
         "`make bench` runs the scripts of `benchmarks/` and writes this page from `benchmarks/results/`: median, and",
         "smallest to largest, of rounds that take turns with the peer in one run. A target is reached where all of",
         "that is on its side; where it covers both sides, that is undecided. Only the last section is about GPUs.",
+        "Checkouts before the first release, 0.2.0, called themselves 0.1.0.",
+        "",
+        "<!-- benchmarks/_report.py wrote this -->",
     ]
     for name, rows in SECTIONS.items():
         file = RESULTS / f"{name}.json"

@@ -49,7 +49,9 @@ def _row(name: str, model: ModelSection) -> str:
     }
     values["training"] |= {"precision": "bf16"}  # type: ignore[operator]
     memory = memory_bytes(RunConfig.model_validate(values), vocabulary)
-    parts = (f"{part / 1e9:,.1f}" for part in (memory.state, memory.activations, memory.loss))
+    parts = (
+        f"{part / 1e9:,.1f}" if part >= 5e7 else "< 0.1" for part in (memory.state, memory.activations, memory.loss)
+    )
     flops = flops_per_token(model, padded, SEQ_LENGTH) / 1e9
     return f"| `{name}` | {count_parameters(model, padded):,} | {flops:,.2f} | {' | '.join(parts)} |"
 

@@ -20,7 +20,7 @@ from tests.plans import plan_with
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
-from .test_exhaustion import Stage, failed, fresh_begin, no_successor, stage  # noqa: F401 - a fixture
+from .test_exhaustion import Stage, failed, fresh_begin, no_successor, saved, stage  # noqa: F401 - a fixture
 from .test_fallback_job import run_fallback_job
 
 
@@ -100,6 +100,20 @@ def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
     reached = ended(stage, exit_code)
     assert waiting_job(stage)["exclude"] == left_out
     assert ("without n1 this job has too few nodes that are up" in reached.output) == (not left_out)
+
+
+@pytest.mark.parametrize("lines", [False, True], ids=["the job alone", "its failures too"])
+@pytest.mark.parametrize("successor", ["the same", "another"])
+def test_a_person_takes_a_node_back(stage: Stage, lines: bool, successor: str) -> None:  # noqa: F811
+    """As docs/reference/failure-modes.md says: the lines of nodes.jsonl, and the list of the waiting job."""
+    struck(stage, "n1", "n2")
+    assert fresh_begin(stage).code == 0
+    assert waiting_job(stage)["exclude"] != ""
+    if lines:
+        stage.run.node_failures.write_text("")
+    stage.slurm.set(stage.slurm.pending()[0], exclude="")
+    ended(stage, saved(stage) if successor == "the same" else no_successor(stage))
+    assert (waiting_job(stage)["exclude"] == "") == lines
 
 
 def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811

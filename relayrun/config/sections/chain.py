@@ -102,9 +102,9 @@ class ChainSection(DataclassSection):
     """With `recovery: node`, consecutive restarts of the ranks without a later state to resume from, after which the
     attempt ends."""
     node_health: Literal["off", "warn", "exclude"] = "warn"
-    """With `recovery: node`, check each node before its ranks start and between restarts. `warn`: exclude a node on
-    which ranks cannot train, report lesser defects. `exclude`: also exclude a node that is slow or short of a resource,
-    if another node can replace it."""
+    """Check each node before its ranks start and, with `recovery: node`, between restarts. `warn`: exclude a node on
+    which ranks cannot train, report lesser defects. `exclude`: also exclude a node that is short of a resource, if
+    another node can replace it."""
     node_health_limits: NodeHealthLimits = field(default_factory=NodeHealthLimits)
     node_health_command: list[SingleLine] = field(default_factory=list)
     """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
