@@ -41,6 +41,7 @@ FILES = (
     "blind_failures_third_author.txt",
     "blind_failures_fourth_author.txt",
     "blind_failures_fifth_author.txt",
+    "blind_failures_sixth_author.txt",
 )
 OWNERS = {
     "environment": ["configuration"],
