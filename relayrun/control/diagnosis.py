@@ -49,6 +49,7 @@ _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Termi
 _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
+_OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
 _FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
 _TROUBLE = ("Traceback", "The above exception", "During handling")
@@ -73,7 +74,7 @@ class Statement:
     last: bool = True
     """The form of the words is that of a program's end, not of a warning."""
     thread: bool = False
-    """The words ended a thread alone: the program goes on until it needs the thread's work."""
+    """The words ended a thread or a worker process alone: the program goes on until it needs their work."""
     secondary: bool = False
     """The words only report that another rank is gone."""
 
@@ -172,7 +173,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             ignored = number and "Exception ignored in" in lines[number - 1]  # the program went on
             frames[of] = _IGNORED if ignored else ""
             if of not in chained:
-                threads = threads | {of} if number and "Exception in thread " in lines[number - 1] else threads - {of}
+                threads = threads | {of} if number and _OF_THREAD.search(lines[number - 1]) else threads - {of}
         elif of in frames and text[0] == " ":
             if frames[of] != _IGNORED and (frame := _FRAME.match(text)):
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
@@ -249,7 +250,7 @@ _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-mis
 """Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
-_EXPLAINED = (("device-assert", "device-assert"), ("host-memory-error", "shared-memory"))
+_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"))
 """Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""

@@ -298,9 +298,10 @@ TIMEOUT = "[rank0]: [E1 ProcessGroupNCCL.cpp:616] Watchdog caught collective ope
     ],
     ids=["timeout", "abort", "own-words", "went-on", "no-thread"],
 )
-def test_an_exception_of_a_thread_is_the_cause_of_ranks_that_waited_for_it(log: str, name: str | None) -> None:
-    """The program goes on until it needs the work of the thread."""
-    found = first_cause(log)
+@pytest.mark.parametrize("of", ["Exception in thread Thread-7 (read):", "Process ForkProcess-3:"])
+def test_an_exception_of_a_thread_is_the_cause_of_ranks_that_waited_for_it(log: str, name: str | None, of: str) -> None:
+    """The program goes on until it needs the work of the thread or the worker process."""
+    found = first_cause(log.replace("Exception in thread Thread-7 (read):", of))
     assert (found and ("" if found.secondary else found.name)) == (name or None)
 
 
@@ -318,6 +319,15 @@ HUB = "OSError: We couldn't connect to 'https://huggingface.co' to load this fil
         (f"{PEER}[rank1]: Last error:\n[rank1]: NET/OFI failed\n", "infiniband", "NET/OFI failed"),
         (f"{TRACEBACK}OSError: [Errno 101] Network is unreachable\n{CHAIN}{TRACEBACK}{HUB}", "hub", "[Errno 101]"),
         ("x.sh: line 3: shard: unbound variable\n", "syntax", "shard"),
+        (f"{TRACEBACK}ValueError: sample 7 has 1,023 tokens, expected 4,097\n", "sizes", "1,023"),
+        (f"{TRACEBACK}AssertionError: expected 8 experts but got 16\n", "sizes", "but got 16"),
+        (f"{TRACEBACK}ValueError: expected a name but got 16\n", "unlisted", "a name"),
+        (f"mce: [Hardware Error]: CPU 9: Machine Check Exception: 5 Bank 8\n{TRACEBACK}OSError: x\n", None, "Bank 8"),
+        (f"mce: [Hardware Error]: Machine check events logged\n{TRACEBACK}OSError: x\n", None, "OSError: x"),
+        (f"nfs: server nas not responding, timed out\n{TRACEBACK}OSError: x\n", "file-server-lost", "nas"),
+        (f"nfs: server nas not responding, still trying\n{TRACEBACK}OSError: x\n", "unlisted", "OSError: x"),
+        ("The InfiniBand retry count between two MPI processes has been\nexceeded.\n", "infiniband", "retry count"),
+        (f"HW Exception by GPU node-4 (Agent handle: 0x1) reason :GPU Hang\n{PEER}", "gpu-error", "GPU Hang"),
         ("x.sh: line 3: SHARD_DIR: unbound variable\n", "variable", "SHARD_DIR"),
         (f"nvcc fatal   : Unsupported gpu architecture 'sm_9'\n{TRACEBACK}ImportError: x.so\n", None, "nvcc fatal"),
     ],
