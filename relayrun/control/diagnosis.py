@@ -3,7 +3,8 @@
 A log holds warnings, errors that a program survived, the last words of the program that failed first, and the words of
 all others, which only saw it go. A last word that names a defect of a node counts first, then Slurm's word for an end,
 unless a known cause stands before it, then the first last word of the newest group; without any, a warning that
-explains an end. Words after which the program went on count nothing. Standard library only.
+explains an end. Words after which the program went on count nothing, but for those of a thread for which ranks waited
+in vain. Standard library only.
 """
 
 from __future__ import annotations
