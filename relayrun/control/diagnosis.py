@@ -3,7 +3,8 @@
 A log holds warnings, errors that a program survived, the last words of the program that failed first, and the words of
 all others, which only saw it go. A last word that names a defect of a node counts first, then Slurm's word for an end,
 unless a known cause stands before it, then the first last word of the newest group; without any, a warning that
-explains an end. Words after which the program went on count nothing. Standard library only.
+explains an end. Words after which the program went on count nothing, but for those of a thread for which ranks waited
+in vain. Standard library only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most 
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|(?:tar|gzip|rsync|cp): "
+    r"|(?:tar|gzip|rsync|cp): |nvcc (?:fatal|error) *: "
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
@@ -49,6 +50,8 @@ _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Termi
 _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
+_OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
+_FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
 _TROUBLE = ("Traceback", "The above exception", "During handling")
 """Words that mean something besides those of the table."""
@@ -71,6 +74,8 @@ class Statement:
     rank: int | None = None
     last: bool = True
     """The form of the words is that of a program's end, not of a warning."""
+    thread: bool = False
+    """The words ended a thread or a worker process alone: the program goes on until it needs their work."""
     secondary: bool = False
     """The words only report that another rank is gone."""
 
@@ -113,19 +118,25 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     alive = _not_survived(log.splitlines(), found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
     own = [each for each in alive if not each.secondary]
-    final = [each for each in own if each.place or each is ended or each.name == "syntax"]
+    final = [each for each in own if each.place or each is ended or each.name in ("syntax", "variable")]
     spoken = [each for each in own if each.last and not _is_passed_over(each, final)]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
+    near = next((each.line for each in named if not _saw_another_go(each)), len(log))
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
+    owned = [each for each in owned if each.line <= near or not _saw_another_go(each)]
     of_place = [each for each in warned if each.cause in ("node", "file system")]
     known = [each for each in [*sick, *of_place, *owned] if each in alive and each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     said = next(iter([*sick, *owned]), None)
     before = [each for each in warned if each in alive and said and each.line < said.line and _warns_of(each, said)]
-    cause = next(iter([*before, *sick, *owned, *of_place[-1:], *named, *warned[-1:], *spoken]), None)
+    of_place, warned = _newest_kind(of_place, alive), _newest_kind(warned, alive)
+    cause = next(iter([*before, *sick, *owned, *of_place, *named, *warned, *spoken]), None)
+    of_threads = [each for each in found if each.thread and not each.secondary]
+    if alive and of_threads and (cause is None or cause.name in ENDS):
+        cause = replace(of_threads[-1], last=False)
     if cause is not None and cause.name == "abort" and "DistBackendError" in cause.words:
         watchdog = (each for each in alive if each.secondary and each.line < cause.line)
         return next((replace(each, signature=cause.signature, secondary=False) for each in watchdog), cause)
@@ -145,6 +156,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
+    threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
     chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
     hosts = set(_HOST.findall(log)) if "Traceback" in log else ()
     for number, line in enumerate(lines):
@@ -161,11 +173,15 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
         elif "Traceback (most recent call last)" in text:
             ignored = number and "Exception ignored in" in lines[number - 1]  # the program went on
             frames[of] = _IGNORED if ignored else ""
+            if of not in chained:
+                threads = threads | {of} if number and _OF_THREAD.search(lines[number - 1]) else threads - {of}
         elif of in frames and text[0] == " ":
             if frames[of] != _IGNORED and (frame := _FRAME.match(text)):
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
         elif frames.get(of) == _IGNORED:
             del frames[of]
+        elif _FRAMES_NOTE in text:
+            continue  # the exception itself follows
         else:
             place = frames.pop(of) if of in frames and _RAISED.match(text) else None
             how = "" if place is None else chained.pop(of, "")
@@ -173,8 +189,10 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             earlier = next((each for each in reversed(found) if each.rank == rank), None) if how else None
             if made is not None and earlier is not None:
                 found.remove(earlier)
-                made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
-            found += [] if made is None else [made]
+                if _explains(earlier, made, how):
+                    asked = made if made.name == "hub" else earlier
+                    made = replace(earlier, line=made.line, signature=asked.signature)
+            found += [] if made is None else [replace(made, thread=place is not None and of in threads)]
     return found
 
 
@@ -231,8 +249,10 @@ _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
 """Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
-_EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged")
+_EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
+_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"))
+"""Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""
 _OPEN = (*GENERAL, "gpu-error", "gpu-library")
@@ -240,11 +260,24 @@ _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 
 
 def _warns_of(warning: Statement, said: Statement) -> bool:
-    """Return whether a warning names the cause of later words: of a node or a file system, or of a network."""
+    """Return whether a warning names the cause of later words: of a node or a file system, a network, or a kernel."""
+    if (warning.name, said.name) in _EXPLAINED:
+        return True
     if warning.cause in ("node", "file system"):
         return said.name in _EFFECTS
     far = said.name == "hub" or "NCCL error" in said.words
     return far and warning.name != said.name and (warning.cause == "network" or warning.name == "network-interface")
+
+
+def _saw_another_go(said: Statement) -> bool:
+    """Return whether the words may follow from the end of another rank: its transfers fail then."""
+    return said.name == "infiniband" or "remote process exited" in said.words
+
+
+def _newest_kind(warned: Sequence[Statement], alive: Sequence[Statement]) -> list[Statement]:
+    """Return the warnings of the newest one's entry, the first that training did not survive before."""
+    kind = [each for each in warned if each.name == warned[-1].name]
+    return [each for each in kind if each in alive] or kind[-1:]
 
 
 def _is_passed_over(said: Statement, final: Sequence[Statement]) -> bool:
@@ -260,8 +293,10 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     """Return whether the first of two chained exceptions is the cause: the second is general and was raised from it, or
     no handler can mend the first; or the handler has a defect of its own."""
     general = other.name in (*GENERAL, "")
+    if one.cause == other.cause in ("node", "file system", "network"):
+        return True
     if chained == "handling":
-        lasting = one.cause in ("node", "file system") and (general or other.cause == one.cause)
+        lasting = one.cause in ("node", "file system") and general
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
         return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))

@@ -197,7 +197,7 @@ PROGRAMS = {
     "a traceback in a box": FailingProgram(_python(_BOX), "row 17 has 5 columns", ()),
     "a message of several lines": FailingProgram(_python(_HYDRA), "Key 'warmup' is not in struct", ("configuration",)),
     "words after the exception": FailingProgram(_python(_LATE), "shard-17.bin", ("node", "file system")),
-    "a group of exceptions": FailingProgram(_python(_GROUP), "shard 2 is shorter", ()),
+    "a group of exceptions": FailingProgram(_python(_GROUP), "shard 2 is shorter", ("configuration", "file system")),
     "an exception with a note": FailingProgram(_python(_NOTES), "KeyError: 'lr'", ("program",)),
     "a pool's worker raises": FailingProgram(_python(_POOL), "list index out of range", ("program",)),
     "a pool's worker leaves": FailingProgram(_python(_BROKEN_POOL), "BrokenProcessPool", ("program", "unknown")),

@@ -280,6 +280,65 @@ def test_a_megabyte_of_lines_that_look_like_errors_costs_less_than_a_second(line
     assert found.text == "KeyError: 'a' (loop.py:9)"
 
 
+THREAD = f"[rank3]: Exception in thread Thread-7 (read):\n{TRACEBACK}OSError: [Errno 116] Stale file handle\n".replace(
+    "\n", "\n[rank3]: "
+)
+STEPS = "".join(f"[rank0]: step {number} loss 2.1\n" for number in range(40))
+TIMEOUT = "[rank0]: [E1 ProcessGroupNCCL.cpp:616] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6)\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "name"),
+    [
+        (f"{THREAD}\n{STEPS}{TIMEOUT}", "stale-handle"),
+        (f"{THREAD}\n{STEPS}{TIMEOUT}srun: error: n1: task 0: Aborted (core dumped)\n", "stale-handle"),
+        (f"{THREAD}\n{STEPS}{TRACEBACK}KeyError: 'x'\n{TIMEOUT}", "exception"),
+        (f"{THREAD}\n{STEPS}", None),
+        (f"{TRACEBACK}OSError: [Errno 116] Stale file handle\n{STEPS}{TIMEOUT}", ""),
+    ],
+    ids=["timeout", "abort", "own-words", "went-on", "no-thread"],
+)
+@pytest.mark.parametrize("of", ["Exception in thread Thread-7 (read):", "Process ForkProcess-3:"])
+def test_an_exception_of_a_thread_is_the_cause_of_ranks_that_waited_for_it(log: str, name: str | None, of: str) -> None:
+    """The program goes on until it needs the work of the thread or the worker process."""
+    found = first_cause(log.replace("Exception in thread Thread-7 (read):", of))
+    assert (found and ("" if found.secondary else found.name)) == (name or None)
+
+
+CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
+FRAMES = "jax.errors.SimplifiedTraceback: For simplicity, JAX has removed its internal frames\n"
+PEER = "[rank1]: DistBackendError: NCCL error in: x.cpp:1, remote process exited or there was a network error\n"
+HUB = "OSError: We couldn't connect to 'https://huggingface.co' to load this file\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "words"),
+    [
+        (f"{TRACEBACK}{FRAMES}{CHAIN}{TRACEBACK}XlaRuntimeError: INTERNAL: odd\n", "unlisted", "INTERNAL: odd"),
+        (f"Memory access fault by GPU node-6\n{PEER}[rank1]: Last error:\n[rank1]: NET/OFI failed\n", None, "fault by"),
+        (f"{PEER}[rank1]: Last error:\n[rank1]: NET/OFI failed\n", "infiniband", "NET/OFI failed"),
+        (f"{TRACEBACK}OSError: [Errno 101] Network is unreachable\n{CHAIN}{TRACEBACK}{HUB}", "hub", "[Errno 101]"),
+        ("x.sh: line 3: shard: unbound variable\n", "syntax", "shard"),
+        (f"{TRACEBACK}ValueError: sample 7 has 1,023 tokens, expected 4,097\n", "sizes", "1,023"),
+        (f"{TRACEBACK}AssertionError: expected 8 experts but got 16\n", "sizes", "but got 16"),
+        (f"{TRACEBACK}ValueError: expected a name but got 16\n", "unlisted", "a name"),
+        (f"mce: [Hardware Error]: CPU 9: Machine Check Exception: 5 Bank 8\n{TRACEBACK}OSError: x\n", None, "Bank 8"),
+        (f"mce: [Hardware Error]: Machine check events logged\n{TRACEBACK}OSError: x\n", None, "OSError: x"),
+        (f"nfs: server nas not responding, timed out\n{TRACEBACK}OSError: x\n", "file-server-lost", "nas"),
+        (f"nfs: server nas not responding, still trying\n{TRACEBACK}OSError: x\n", "unlisted", "OSError: x"),
+        ("The InfiniBand retry count between two MPI processes has been\nexceeded.\n", "infiniband", "retry count"),
+        (f"HW Exception by GPU node-4 (Agent handle: 0x1) reason :GPU Hang\n{PEER}", "gpu-error", "GPU Hang"),
+        ("x.sh: line 3: SHARD_DIR: unbound variable\n", "variable", "SHARD_DIR"),
+        (f"nvcc fatal   : Unsupported gpu architecture 'sm_9'\n{TRACEBACK}ImportError: x.so\n", None, "nvcc fatal"),
+    ],
+)
+def test_the_words_that_others_follow_from_are_quoted(log: str, name: str | None, words: str) -> None:
+    found = first_cause(log)
+    assert found is not None
+    assert words in found.text
+    assert name in (None, found.name)
+
+
 def test_an_exception_that_names_an_option_refuses_a_setting() -> None:
     found = first_cause(f"{TRACEBACK}ValueError: set --ntasks-per-node=4 instead\n")
     assert found is not None

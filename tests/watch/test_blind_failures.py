@@ -17,7 +17,9 @@ file system, or program if the quote names a file. Without that, 15 of that file
 
 The table was mended by class afterwards. Five expectations were too narrow and are wider now: native-stale-handle and
 lustre-shutdown (a node that alone loses a file system is the node's), srun-cpu-bind, gated-model and fifth-11 (other
-words of the same cause). The fifth author knew that labels of hosts and lines that end in a colon were open.
+words of the same cause). None of the sixth author's is wider: a port in use is configuration now, no network's failure,
+and Bash's unset variables in capitals are configuration too. The fifth author knew that labels of hosts and lines that
+end in a colon were open.
 
 Right: the quote holds the words that a person would quote, and the owner is one that a person would accept.
 """
@@ -41,6 +43,7 @@ FILES = (
     "blind_failures_third_author.txt",
     "blind_failures_fourth_author.txt",
     "blind_failures_fifth_author.txt",
+    "blind_failures_sixth_author.txt",
 )
 OWNERS = {
     "environment": ["configuration"],

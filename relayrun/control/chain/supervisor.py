@@ -370,7 +370,7 @@ def _close(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
         failure=failed.words,
-        waits=said is not None and said.cause in ("network", "file system") and said.name != "port",
+        waits=said is not None and said.cause in ("network", "file system"),
         same_again=failed.same,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
