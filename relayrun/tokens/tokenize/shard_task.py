@@ -238,7 +238,7 @@ def _tokenize_file(
         )
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
-            seen_of_ids = np.empty(0, np.int64), np.array([kept])  # unknown ids of long texts are not counted
+            seen_of_ids = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
             losses = _loss_counter(job.definition, job.fingerprint).count(texts, seen_of_ids)
             record.losses = dict(losses + Counter(record.losses))
             record.documents += kept
