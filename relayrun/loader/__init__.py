@@ -43,7 +43,7 @@ _UNUSED_SECTIONS = {
     "job": {"time": "1"},
     "cluster": {"name": "local", "scheduler": "local"},
 }
-"""What a run config needs besides its data."""
+"""Required sections of a run config that do not change its data."""
 
 
 class Loader(Iterator[dict[str, Any]]):

@@ -28,7 +28,7 @@ class ChainCost:
     most: float
     """Maximum; infinity for a chain without a budget."""
     likely: float | None
-    """What the rest of the run needs; None: unknown."""
+    """Node hours that the rest of the run needs; None: unknown."""
     config: CommonConfig
 
     @property

@@ -87,7 +87,7 @@ class ChainSection(DataclassSection):
     """Maximum node hours of all jobs of the run, spare nodes included. The ranks save and leave before it is exceeded,
     and the chain stops. Evaluations in jobs of their own are not counted."""
     max_gpu_hours: PositiveFloat | None = None
-    """The same for GPU hours: node hours times job.gpus_per_node."""
+    """Maximum GPU hours, which end the chain as max_node_hours do: node hours times job.gpus_per_node."""
     deadline: Annotated[str, Checked(_date)] | None = None
     """Date, or date and time (2027-01-31T18:00, local time of the cluster), after which no job of the chain runs."""
     ask_above_node_hours: NonNegativeFloat | None = None

@@ -50,7 +50,7 @@ class QuotaUsage(QuotaLimit, Record):
 
     @property
     def left(self) -> int:
-        """What is left when all checkpoints that the rules keep are there."""
+        """Room that is left when all checkpoints that the rules keep are there."""
         return self.limit - self.used - self.to_come
 
     def is_scarce(self, checkpoints: int) -> bool:

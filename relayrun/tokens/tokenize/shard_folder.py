@@ -149,7 +149,7 @@ class TaskRecord:
     empty_documents: int = 0
     null_documents: int = 0
     losses: dict[str, int] = field(default_factory=dict)
-    """What the tokenizer lost, see `encode.losses`."""
+    """Losses of the tokenizer by name; see `encode.losses`."""
     routed_documents: int = 0
     """Documents that went to the reference instead of the fast engine."""
     engine: str = ""

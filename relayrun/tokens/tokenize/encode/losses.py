@@ -1,4 +1,4 @@
-"""What a tokenizer loses: ids for unknown text, letters that get no id, documents of which nothing is left."""
+"""Losses of a tokenizer: ids for unknown text, letters that get no id, documents of which nothing is left."""
 
 from __future__ import annotations
 
