@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.chain import excluded_nodes, supervisor
+from relayrun.control.chain import excluded_nodes, supervisor, watch
 from relayrun.control.chain.watch import Watch
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
@@ -162,6 +164,19 @@ def exhaust(
 EVERYTHING = pytest.mark.parametrize(
     "everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a-part", "all"]
 )
+
+
+def guarded(stage: Stage) -> Reached:
+    """The guard of attempt 4 is told by SIGTERM that the job ends."""
+
+    def guard() -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
+        return watch.run_guard(stage.run, 4, batch_pid=1)
+
+    reached = run_child(guard, stage.run_path, stage.slurm)
+    assert reached.code == 0, reached.output
+    return reached
 
 
 def fresh_begin(stage: Stage, job: str = "1") -> Reached:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import threading
 
 import pytest
 
@@ -13,7 +11,7 @@ from relayrun.control.rundir.plan import Plan
 from tests.plans import plan_with
 
 from .exhaustion import Reached, run_child
-from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
+from .test_exhaustion import Stage, fresh_begin, guarded, stage  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -44,14 +42,7 @@ def job_ends(stage: Stage, guard: pytest.MonkeyPatch, *, script_lives: bool, can
 
     guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", asked)
 
-    def guarded() -> int:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
-        return watch.run_guard(stage.run, 4, batch_pid=1)
-
-    reached = run_child(guarded, stage.run_path, stage.slurm)
-    assert reached.code == 0, reached.output
-    return reached
+    return guarded(stage)
 
 
 @pytest.mark.parametrize(

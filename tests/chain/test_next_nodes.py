@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from relayrun.control.chain import excluded_nodes, job_script, jobs, supervisor, watch
+from relayrun.control.chain import excluded_nodes, job_script, jobs, supervisor
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.scheduler.factory import scheduler_for_plan
@@ -20,7 +18,7 @@ from tests.plans import plan_with
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
-from .test_exhaustion import Stage, failed, fresh_begin, no_successor, saved, stage  # noqa: F401 - a fixture
+from .test_exhaustion import Stage, failed, fresh_begin, guarded, no_successor, saved, stage  # noqa: F401 - a fixture
 from .test_fallback_job import run_fallback_job
 
 
@@ -264,13 +262,7 @@ def batch_script_is_killed(stage: Stage, monkeypatch: pytest.MonkeyPatch, *, gua
     monkeypatch.setattr("relayrun.control.chain.watch.is_process_alive", lambda _pid: False)
     monkeypatch.setenv("SLURMD_NODENAME", guard_on)
 
-    def guarded() -> int:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a library may have started a thread in the fork
-        return watch.run_guard(stage.run, 4, batch_pid=1)
-
-    reached = run_child(guarded, stage.run_path, stage.slurm)
-    assert reached.code == 0, reached.output
+    guarded(stage)
 
 
 def test_a_job_whose_batch_script_is_killed_does_without_the_node_that_is_not_up(

@@ -158,11 +158,11 @@ def create_mixture(
     if not dry_run:
         refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
-    if not dry_run and output.exists() and (runs := _runs_that_read(output)):
-        words = f"runs read this mixture, and would go on with other data: {', '.join(runs)}"
-        if not replace_used:
-            raise InputError(words, where=output, hint="choose another output; if it is meant, --replace")
-        log.warning("replaced, as --replace says: %s", words)
+        if output.exists() and (runs := _runs_that_read(output)):
+            words = f"runs read this mixture, and would go on with other data: {', '.join(runs)}"
+            if not replace_used:
+                raise InputError(words, where=output, hint="choose another output; if it is meant, --replace")
+            log.warning("replaced, as --replace says: %s", words)
     datasets = _read_datasets(folders, shares, seed, report)
     pairs = [pair for dataset in datasets for pair in zip(dataset.shards, dataset.bin_paths, strict=True)]
     read = InputFiles(path for shard, real in pairs for path in (real, shard.prefix + ".idx"))
