@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import resource
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,12 +91,29 @@ def metrics_text(runs: Sequence[Run]) -> bytes:
 
 
 class _QuietHandler(WSGIRequestHandler):
+    def handle(self) -> None:
+        """Answer a request whose head is there within two seconds; other connections would keep threads and files."""
+        until = time.monotonic() + 2
+        self.connection.settimeout(2)
+        with contextlib.suppress(OSError):
+            while b"\r\n\r\n" not in (head := self.connection.recv(65536, socket.MSG_PEEK)):
+                if not head or time.monotonic() > until:
+                    return
+                time.sleep(0.05)
+            super().handle()
+
     def log_message(self, format: str, *args: Any) -> None:
         """Log no requests."""
 
 
+class _Server(ThreadingWSGIServer):
+    request_queue_size = 1024
+
+
 def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
-    """Answer requests with this key on the loopback interface, until Ctrl-C."""
+    """Answer requests with this key on the loopback interface, until Ctrl-C. Other users may open connections to it."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     registry = CollectorRegistry()
     registry.register(RunsCollector(runs))
     answer: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
@@ -106,7 +125,7 @@ def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
         start("401 Unauthorized", [])
         return []
 
-    with make_server("127.0.0.1", port, guarded, ThreadingWSGIServer, _QuietHandler) as server:
+    with make_server("127.0.0.1", port, guarded, _Server, _QuietHandler) as server:
         print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
         server.serve_forever()
 

@@ -131,6 +131,7 @@ def test_every_query_of_the_dashboard_names_metrics_that_there_are(
 @contextmanager
 def served(run: Run, key: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "relayrun", "metrics", str(run.path), "--serve", "0", "--key-file", str(key)]
+    command = ["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "-", *command]  # as on most machines
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
@@ -138,7 +139,7 @@ def served(run: Run, key: Path) -> Iterator[str]:
 
 
 def answer(url: str, **headers: str) -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as reply:
         return str(reply.read().decode())
 
 
@@ -155,6 +156,41 @@ def test_the_server_answers_on_loopback_to_those_who_know_the_key(run: Run, tmp_
                 answer(url, **headers)
     key.chmod(0o644)
     assert main(["metrics", "--serve", "0", "--key-file", str(key)]) == 1
+
+
+FLOOD = """
+import resource, socket, sys, time
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+held = []
+for number in range(2000):
+    held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=30))
+    held[-1].sendall(b"GET / HTTP/1.1\\r\\n" if number % 2 else b"")
+print("held", flush=True)
+while True:
+    time.sleep(0.5)
+    for each in held[1::2]:
+        try:
+            each.sendall(b"X-a: b\\r\\n")
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.slow
+def test_connections_that_ask_nothing_leave_room_for_the_owner(run: Run, tmp_path: Path) -> None:
+    """Another user opens 2,000, of which half send a header now and then, and never the last."""
+    key = tmp_path / "key"
+    with served(run, key) as url:
+        port = urllib.parse.urlsplit(url).port
+        with subprocess.Popen([sys.executable, "-c", FLOOD, str(port)], stdout=subprocess.PIPE, text=True) as flood:
+            try:
+                assert flood.stdout is not None
+                assert flood.stdout.readline() == "held\n"
+                for _ in range(3):
+                    assert "relayrun_iteration" in answer(url, Authorization=f"Bearer {key.read_text()}")
+            finally:
+                flood.kill()
 
 
 @pytest.mark.long
