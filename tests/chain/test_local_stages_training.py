@@ -1,4 +1,4 @@
-"""Stages of the real training program on one machine, each begun when the checkpoint of the one before is evaluated."""
+"""Stages of the real training program on one machine, each begun with a checkpoint of the one before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_stable_decay_long_context_and_a_program_that_looks_at_the_end(tmp_path:
     held_out = Workspace.make(tmp_path / "held-out", seed=2)
     (tmp_path / "names.py").write_text(NAMES)
     program = [sys.executable, str(tmp_path / "names.py"), "{run_dir}"]
-    look = {"run": program, "resume": ["{checkpoint}"], "steps": None, "leave_signal": "SIGTERM"}
+    look = {"run": program, "resume": ["{checkpoint}"], "steps": None, "leave_signal": "SIGTERM", "done": "exit-code"}
     write_config(tmp_path, "look", command=look)
     path = workspace.config(
         "plan",
@@ -37,15 +37,14 @@ def test_stable_decay_long_context_and_a_program_that_looks_at_the_end(tmp_path:
         evaluation={"interval": 10, "job": {"time": "10"}},
         stages={
             "stable": None,
-            "branch": {"from": "stable:10", "evaluated": True, "decay": 10},
+            "branch": {"from": "stable:10", "decay": 10},
             "long": {
                 "from": "stable",
-                "evaluated": True,
                 "training.steps": 30,
                 "training.seq_length": 128,
                 "checkpoint.no_load_data": True,
             },
-            "look": {"from": "long", "evaluated": True, "config": "look.yaml"},
+            "look": {"from": "long", "config": "look.yaml"},
         },
     )
     done = relayrun("stages", "submit", path)
@@ -61,7 +60,6 @@ def test_stable_decay_long_context_and_a_program_that_looks_at_the_end(tmp_path:
         evaluated = {line["iteration"]: line for line in read_json_lines(runs[parent].evaluations_view)}
         assert evaluated[iteration]["status"] == "done"
         assert evaluated[iteration]["results"]["held-out"]["loss"] > 0
-        assert evaluated[iteration]["time"] <= begin.start_time, "it waited for the result"
     assert sorted(steps(runs["branch"])) == list(range(11, 21))
     assert sorted(steps(runs["long"])) == list(range(21, 31))
     checkpoint, names = json.loads((runs["look"].path / "found.json").read_text())

@@ -284,5 +284,21 @@ def test_a_starter_that_stands_still_holds_no_node_to_the_time_limit(
     assert_same_run(run, whole)
 
 
+def test_steps_of_a_starter_that_is_killed_end_with_it(cluster: TestCluster, workspace: Workspace) -> None:
+    """Alone, by the memory limit for instance: the batch script records the end, and the next job goes on."""
+    whole = reference(cluster, workspace)
+    submit(cluster, config(workspace, "starter", step_seconds=3))
+    run = workspace.run("starter")
+    wait_for(cluster, run, 8)
+    (starter,) = agents(run, "relayrun.control.agent.step_per_node")
+    left = agents(run)
+    os.kill(starter, signal.SIGKILL)
+    cluster.wait_until(run.attempt(2).begin.exists, timeout=300, what="the next job")
+    assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["failed", "done"]
+    assert_same_run(run, whole)
+
+
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
