@@ -111,8 +111,9 @@ def below_strace(number: int, make_run: MakeRun, root: Path) -> str:
     if reason is None:
         return f"it ended without a word\n{log(run)}"
     if not reason.startswith("the last iteration"):
-        # what no rank could start is not tried again
-        return "" if "execve" in wanted and reason.startswith("fatal: ") else f"STOP: {reason}\n{log(run)}"
+        # before a rank has trained, what no rank could start and what this user may not do are not tried again
+        certain = "execve" in wanted or "EACCES" in wanted
+        return "" if certain and reason.startswith("fatal: ") else f"STOP: {reason}\n{log(run)}"
     counted = [line["iteration"] for line in map(json.loads, run.metrics_view.read_text().splitlines())]
     return "" if counted == sorted(set(counted)) else f"iterations {counted}"
 
