@@ -93,6 +93,14 @@ def test_the_lines_of_the_script_are_the_job(tmp_path: Path) -> None:
     assert own["srun_options"][:4] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=32"]
 
 
+def test_the_environment_of_the_header_is_the_container_of_the_run(tmp_path: Path) -> None:
+    text = "#!/bin/bash\n#SBATCH --time=10 --environment=/e.toml\ntrap 'touch stop' USR1\n"
+    own = wrapped(tmp_path, text).settings["cluster_settings"]
+    assert own["container"] == {"runtime": "edf", "image": "/e.toml"}
+    assert own["environment"] == {"RELAYRUN_WRAPPED_TRAPS": "USR1"}
+    assert "--overlap" in own["srun_options"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "folder", "rest"),
     [
