@@ -127,6 +127,13 @@ def test_a_script_without_a_time_limit_or_with_an_array_is_refused(tmp_path: Pat
         wrapped(tmp_path, "#!/bin/bash\n#SBATCH --time=1 --signal=10\n")
 
 
+def test_a_script_is_not_started_again_inside_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An agent of each node would start a script of its own."""
+    (tmp_path / "train.sbatch").write_text(SCRIPT)
+    assert submit(tmp_path, "--set", "chain.recovery=node", "train.sbatch") == 1
+    assert "set chain.recovery=job" in capsys.readouterr().err
+
+
 def submit(folder: Path, *words: str) -> int:
     """Here and now, on this machine."""
     before = Path.cwd()
