@@ -52,7 +52,7 @@ def render(figures: dict[str, Any]) -> str:
         f"rank is killed every {figures['kill_every_seconds']:g} s, a random node every "
         f"{figures['lose_every_seconds'] / 60:g} minutes; the model has {model['num_layers']} layers of width "
         f"{model['hidden_size']}. *Effective training time* is the seconds of the same steps undisturbed over the "
-        f"run's own. {many}; the load of the machine was {figures['load_average']:.0f}, other work included:"
+        f"run's own. {many}; the machine had other work too (load average {figures['load_average']:.0f}):"
     )
     lines = [*textwrap.wrap(setting, 118), "", *(f"| {' | '.join(cells)} |" for cells in table)]
     return "\n".join(lines) + "\n"

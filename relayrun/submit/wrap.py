@@ -18,7 +18,7 @@ from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, r
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.command import checkpoint_rule
 from relayrun.errors import ConfigError
-from relayrun.submit.sbatch_header import Adopted, sbatch_options, take_header
+from relayrun.submit.sbatch_header import Adopted, sbatch_options, section, take_header
 
 SAVE_BATCH_VARIABLES = 'for name in "${!SLURM_@}"; do export "RELAYRUN_BATCH_${name}=${!name}"; done'
 """A line of `job.setup`: a step has other variables than the batch script."""
@@ -44,10 +44,9 @@ def wrap(path: Path, arguments: Sequence[str], *, checkpoints: str, site: str, o
     cpus = job.get("ntasks_per_node", 1) * job.get("cpus_per_task", 1)
     one_task = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
     traps = sorted({name.removeprefix("SIG") for name in re.findall(r"^\s*trap\b.*?\b((?:SIG)?USR[12])\b", text, re.M)})
-    found.settings["cluster_settings"] = {
-        "srun_options": [*one_task, "--overlap", "--cpu-bind=none"],
-        **({"environment": {"RELAYRUN_WRAPPED_TRAPS": ",".join(traps)}} if traps else {}),
-    }
+    own = section(found, "cluster_settings")
+    own["srun_options"] = [*one_task, "--overlap", "--cpu-bind=none"]
+    own["environment"] = {"RELAYRUN_WRAPPED_TRAPS": ",".join(traps)} if traps else {}
     starter = str(places.shared_file("launchers/lib/wrapped.sh"))
     found.settings["command"] = {
         "run": ["bash", starter, str(folder), str(path.resolve()), *arguments],

@@ -31,8 +31,10 @@ from relayrun.trust import refuse_untrusted
 def submit(options: argparse.Namespace) -> int:
     """Queue the wrapped script, and print its job and its run. Raises RelayrunError."""
     if options.overrides or options.dry_run or options.cluster != "generic":
-        raise InputError("--set, --dry-run and --cluster need an installed relayrun: pip install relayrun")
-    run, job_id = submit_without_config(wrap.wrapped(options), resume=options.resume)
+        raise InputError("--set, --dry-run and --cluster need an installed relayrun: `pip install .` in a checkout")
+    if "container" in (found := wrap.wrapped(options)).settings["cluster_settings"]:
+        raise InputError("#SBATCH --environment needs an installed relayrun: `pip install .` in a checkout")
+    run, job_id = submit_without_config(found, resume=options.resume)
     print(f"job {job_id}\nrun directory {run.path}")
     return 0
 

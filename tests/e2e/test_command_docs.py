@@ -41,6 +41,11 @@ def test_the_configs_of_the_page_are_some(tmp_path: Path) -> None:
     assert config.command.checkpoint.whole_when == "trainer_state.json"
 
 
+def test_the_config_of_torchrun_is_that_of_the_example() -> None:
+    page = (ROOT / "docs/reference/trainers-of-others.md").read_text(encoding="utf-8")
+    assert f"```yaml\n{(EXAMPLES / 'ddp.yaml').read_text(encoding='utf-8')}```\n" in page
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_has_a_config_that_finds_it(path: Path) -> None:
     config = resolve.load_run_config(path)

@@ -93,6 +93,14 @@ def test_the_lines_of_the_script_are_the_job(tmp_path: Path) -> None:
     assert own["srun_options"][:4] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=32"]
 
 
+def test_the_environment_of_the_header_is_the_container_of_the_run(tmp_path: Path) -> None:
+    text = "#!/bin/bash\n#SBATCH --time=10 --environment=/e.toml\ntrap 'touch stop' USR1\n"
+    own = wrapped(tmp_path, text).settings["cluster_settings"]
+    assert own["container"] == {"runtime": "edf", "image": "/e.toml"}
+    assert own["environment"] == {"RELAYRUN_WRAPPED_TRAPS": "USR1"}
+    assert "--overlap" in own["srun_options"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "folder", "rest"),
     [
@@ -117,6 +125,13 @@ def test_a_script_without_a_time_limit_or_with_an_array_is_refused(tmp_path: Pat
     assert array.message == "#SBATCH --array=1-4 is not taken"
     with pytest.raises(ConfigError, match="names no signal"):
         wrapped(tmp_path, "#!/bin/bash\n#SBATCH --time=1 --signal=10\n")
+
+
+def test_a_script_is_not_started_again_inside_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An agent of each node would start a script of its own."""
+    (tmp_path / "train.sbatch").write_text(SCRIPT)
+    assert submit(tmp_path, "--set", "chain.recovery=node", "train.sbatch") == 1
+    assert "set chain.recovery=job" in capsys.readouterr().err
 
 
 def submit(folder: Path, *words: str) -> int:
