@@ -145,8 +145,8 @@ class ControlledTarget(ClusterUnderTest):
     def slow_epilogs(self) -> Iterator[None]:
         """Keep ended jobs COMPLETING inside the block."""
         slow = self.commands / "slow"
-        slow.touch()
         epilog = write_wrapper(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
+        slow.touch()
         before = self.control.conf.read_text(encoding="utf-8")
         self.control.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
         self.order("scontrol", "reconfigure")
@@ -160,10 +160,12 @@ class ControlledTarget(ClusterUnderTest):
     def remount(self, option: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{option}", str(self.run.path)], check=True)
 
-    def stop_controller(self, seconds: float) -> None:
-        """Stop the controller for some seconds; return when it is back."""
+    def stop_controller(self, seconds: float, *, tell: Path | None = None) -> None:
+        """Stop the controller for some seconds; return when it is back. `tell`: file that says that it is away."""
         self.control.stop_ctld()
         try:
+            if tell is not None:
+                tell.touch()
             time.sleep(seconds)
         finally:
             self.control.start_ctld()
@@ -305,8 +307,10 @@ def kill_node(target: ControlledTarget) -> None:
 
 
 def controller_down_at_submission(target: ControlledTarget) -> None:
-    """Stop the controller for 60 s, from before the first successor is queued."""
-    target.stop_controller(60)
+    """Stop the controller for 60 s, from before the first successor is queued: sbatch waits until it is away."""
+    marker = wrapper_marker(target.commands)
+    target.wait(marker.exists)
+    target.stop_controller(60, tell=marker.with_name("away"))
 
 
 def controller_down_at_exit(target: ControlledTarget) -> None:

