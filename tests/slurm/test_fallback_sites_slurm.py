@@ -308,7 +308,8 @@ def test_a_limit_of_two_submitted_jobs(
         cluster.run(["sacctmgr", "--immediate", *order])
     run, plan = make_run("--steps=60", total_steps=60, **WITH_FALLBACK)
     first = start(cluster, run, plan, monkeypatch)
-    assert len(fallback_jobs(cluster, plan)) == 1
+    known = cluster.run(["scontrol", "show", "job", "-o"]).stdout  # also after it gave its place
+    assert known.count(f" JobName={plan.fallback_job_name} ") == 1
     wait_for_iteration(cluster, run)
     (waiting,) = cluster.wait_until(lambda: pending(cluster, plan), what="a successor")
     assert not fallback_jobs(cluster, plan)
