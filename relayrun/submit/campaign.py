@@ -177,7 +177,7 @@ class MemberStatus:
     begins: str
     """Condition of the start, in words; empty: at once."""
     state: str
-    """Either `done` or the state of its chain, see `summary.ChainState`."""
+    """State of the run, see `summary.RunState`, or `damaged`."""
     iteration: int = 0
     total_steps: int | None = None
     loss: float | None = None
@@ -204,14 +204,12 @@ def _member_status(
     common["begins"] = start_condition(member)
     if isinstance(status, DamagedRun):
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
-    state, words = str(status.state), status.stop or status.broken or status.last_end or ""
-    if status.stop_state == "done" and state == "stopped":
-        state = "done"
-    elif state == "waiting":
+    words = status.stop or status.broken or status.last_end or ""
+    if status.state == "queued" and not status.has_job:
         words = _wait_reason(folder, whole, member)
     return MemberStatus(
         run=status.run,
-        state=state,
+        state=status.state,
         iteration=max(status.iteration, status.durable_iteration or 0),
         total_steps=status.total_steps,
         loss=status.loss,

@@ -162,7 +162,7 @@ def test_a_symptom_shares_its_notice_with_the_job(site: Site) -> None:
     site.save()
     site.others = 97 * ONE
     site.look()
-    status = replace(site.status(), state="queued")
+    status = replace(site.status(), state="running")
     (symptom,) = symptoms._quotas_used_up(status, site.now, 2)
     assert symptom.cause == "quota-lfs-quota-bytes"
     assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY))}"

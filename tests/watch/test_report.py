@@ -24,6 +24,7 @@ from relayrun.files import append_line
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.chart import axis_ticks, reduce_points
 from relayrun.watch.report.report_data import read_report_data
+from relayrun.watch.status import queue
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
@@ -128,6 +129,7 @@ def accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run without Slurm's commands, so that the chain's own times hold."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin")
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     return make_project(tmp_path)
 

@@ -197,7 +197,7 @@ def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: Run) -> Non
 
 def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: Run) -> None:
     found = run_status.read_run_status(run, QueueStatus(), now=NOW)
-    assert (found.state, found.leave_time, found.failed_attempts) == ("broken", None, 1)
+    assert (found.state, found.leave_time, found.failed_attempts) == ("failed", None, 1)
 
 
 def test_a_stopped_run_says_why(run: Run) -> None:
@@ -307,8 +307,8 @@ def test_all_runs_are_a_line_each_the_newest_first(
     assert cli.main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["tests/newer", "broken"],
-        ["tests/older", "broken"],
+        ["tests/newer", "failed"],
+        ["tests/older", "failed"],
         ["tests/half-made", "damaged"],
     ]
     assert cli.main(["status", "tests/older", "--json"]) == 0

@@ -206,6 +206,6 @@ def resume(options: argparse.Namespace) -> int:
         campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
     code = start_due_members(folder)
     for entry in view.read_campaign_status(folder, now=time.time()):
-        if entry.state in ("stopped", "broken"):
+        if entry.state in ("stopped", "failed"):
             print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
     return code

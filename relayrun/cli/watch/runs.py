@@ -26,13 +26,11 @@ from relayrun.submit import move_run as submit_move_run
 from relayrun.submit.forecast import format_bytes
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.summary import DamagedRun
+from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun
 from relayrun.watch.text import format_seconds, json_text, print_table, text_table
 
 SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
-BUSY_STATES = ("running", "queued", "unknown")
-"""States in which a job may write into the run."""
 RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
 
 
@@ -205,13 +203,13 @@ def _refuse_busy_run(run: Run) -> None:
         hint = f"wait for them{end}"
         raise InputError(words, where=run.path, hint=hint)
     state = run_status.read_run_status(run, asked, now=time.time()).state
-    if state in BUSY_STATES:
-        words = f"the chain is {state}: a job writes into its directory, or may begin to"
-        hint = f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}"
-        raise InputError(words, where=run.path, hint=hint)
-    if state == "waiting":
+    if state == "queued" and campaign.waits_for_campaign(run):
         words = "its sweep, or the stage before it, begins this run later, and looks for it here"
         hint = f"let it begin, or give it up: relayrun stop {run.path}"
+        raise InputError(words, where=run.path, hint=hint)
+    if state in UNFINISHED_STATES:
+        words = f"the chain is {state}: a job writes into its directory, or may begin to"
+        hint = f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}"
         raise InputError(words, where=run.path, hint=hint)
     if later := campaign.members_that_need(run):
         words = f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}"

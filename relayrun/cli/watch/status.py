@@ -20,15 +20,13 @@ from relayrun.errors import InputError, RunDirError
 from relayrun.files import MIN_FREE_BYTES, free_space, last_lines
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun, RunSummary
 from relayrun.watch.text import format_seconds, inert_console, json_text
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 REFUSED_SECONDS = 7 * 86400.0
 """Age after which a refused start is not shown any more."""
 REFUSAL_LINES = 50
-UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
-"""States that may change without a person."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
