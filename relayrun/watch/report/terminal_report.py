@@ -14,6 +14,7 @@ from relayrun.files import read_json_lines
 from relayrun.progress import Progress, counted
 from relayrun.publishing import published_file
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, read_run_facts
+from relayrun.watch.status.summary import PLANNED_CAUSES
 from relayrun.watch.text import text_table
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
@@ -144,7 +145,7 @@ def write_png(report: AttemptsAndLosses, path: Path) -> None:
         loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
     for row in filter(lambda row: row.trained, report.attempts):
         left, right = row.first_iteration - 0.5, row.last_iteration + 0.5
-        loss.axvspan(left, right, color=_colour(row), alpha=0.12, linewidth=0, zorder=0)
+        loss.axvspan(left, right, color=attempt_colour(row), alpha=0.12, linewidth=0, zorder=0)
     loss.set(xlabel="iteration", ylabel="nats per token")
     loss.legend(loc="upper right")
     with published_file(path) as temporary:
@@ -159,10 +160,10 @@ def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
     for place, row in enumerate(report.attempts):
         end = last if row.seconds is None else row.start_time + row.seconds
         left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
-        axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
+        axes.barh(place, width, left=left, height=0.55, color=attempt_colour(row), alpha=0.35)
         axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=10)
         times = [(time - begin) / scale for time, _ in row.commits]
-        axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
+        axes.plot(times, [place] * len(times), "o", color=attempt_colour(row), markersize=4)
         if times and place + 1 < len(report.attempts):  # the next attempt starts from it
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
@@ -170,5 +171,6 @@ def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
     axes.set_title("attempts, and the checkpoints that they handed on", fontsize=11, loc="left")
 
 
-def _colour(row: AttemptRow) -> str:
-    return f"C{(row.number - 1) % 10}"
+def attempt_colour(row: AttemptRow) -> str:
+    """Return matplotlib's colour of an attempt: red (C3) if it failed."""
+    return f"C{(0, 1, 2, 4, 9)[row.number % 5] if row.cause in (*PLANNED_CAUSES, 'running') else 3}"
