@@ -2,13 +2,12 @@
 
 `submit_campaign` makes all run directories or none, and writes `campaign.json` last: after a kill before that nothing
 is queued and the submit can be repeated; after a kill behind that any command starts the runs. `check_campaign` checks
-every run, and what a stage takes over from the stage before it. `read_campaign_status` and `campaign_table` show
+every run, and what a stage takes over from the stage before it. `read_campaign_status` and `print_campaign` show
 settings that differ, state, loss and cost of the runs.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
@@ -39,13 +35,14 @@ from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
 from relayrun.submit.run_plan import make_plan
+from relayrun.terminal import print_rows
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.text import print_table
+from relayrun.watch.text import format_optional, print_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,38 +242,29 @@ def _node_hours(member: CampaignMember) -> float | None:
         return None
 
 
-def campaign_table(entries: Sequence[MemberStatus]) -> Table:
-    """Return a table with a line a run, the settings that differ in a column each."""
+def print_campaign(entries: Sequence[MemberStatus]) -> None:
+    """Print a table with a line a run, the settings that differ in a column each."""
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     differing = [
         name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
     ]
-    ordered = any(entry.begins for entry in entries)
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    made.add_column("run")
-    for name in differing:
-        made.add_column(name, justify="right")
-    if ordered:
-        made.add_column("begins")
-    for name in ("state", "iteration", "loss", "node hours"):
-        made.add_column(name, justify="left" if name == "state" else "right")
-    made.add_column("")
-    for entry in entries:
-        loss = "" if entry.loss is None else f"{entry.loss:.4f}" if math.isfinite(entry.loss) else str(entry.loss)
-        made.add_row(
-            escape(entry.run),
-            *(
-                escape(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "")
-                for name in differing
-            ),
-            *([escape(entry.begins)] if ordered else []),
+    begins = ["begins"] if any(entry.begins for entry in entries) else []
+    settings = (f"{name}|n" for name in differing)
+    columns = ["run", *settings, *begins, "state", "iteration|n", "loss|n", "node hours|n", "why"]
+    rows = [
+        [
+            entry.run,
+            *(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "" for name in differing),
+            *[entry.begins] * len(begins),
             entry.state,
             f"{entry.iteration}/{entry.total_steps or '?'}",
-            loss,
-            "" if entry.node_hours is None else f"{entry.node_hours:.2f}",
-            escape("" if entry.state == "done" else entry.words),
-        )
-    return made
+            format_optional(entry.loss, ".4f"),
+            format_optional(entry.node_hours, ".2f"),
+            "" if entry.state == "done" else entry.words,
+        ]
+        for entry in entries
+    ]
+    print_rows(columns, rows)
 
 
 def submit_campaign(described: CampaignDescription) -> bool:

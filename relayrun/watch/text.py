@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from relayrun.terminal import inert, raw_stream
@@ -20,24 +20,6 @@ if TYPE_CHECKING:
 
 def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def parse_column_header(name: str) -> tuple[str, bool]:
-    """Return a column's name, and True if `|n` after it marks a column of numbers."""
-    return name.removesuffix("|n"), name.endswith("|n")
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
-    """Return a table without lines; `|n` after a column's name marks a column of numbers."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name, is_number in map(parse_column_header, columns):
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(inert(text)) for text in row))  # before it is folded
-    return table
 
 
 def print_table(table: Table) -> None:

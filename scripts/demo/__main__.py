@@ -44,7 +44,7 @@ from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsAndLosses
-from relayrun.watch.text import inert_console, print_table
+from relayrun.watch.text import inert_console
 from scripts.demo import stories
 
 PROMPT_WORDS = 12
@@ -251,7 +251,7 @@ def attempts_chart(summary: AttemptsAndLosses) -> str:
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print the results; return 1 if the model has not learned."""
     summary = terminal_report.read_attempts_report(run)
-    print_table(terminal_report.attempts_table(summary))
+    terminal_report.attempts_table(summary).print()
     if not summary.validation.get("heldout"):
         hint = f"relayrun status {run.path} says why"
         raise RelayrunError("the training ended before its last iteration", where=run.path, hint=hint)

@@ -24,10 +24,11 @@ from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.submit import move_run as submit_move_run
 from relayrun.submit.forecast import format_bytes
+from relayrun.terminal import print_rows
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun
-from relayrun.watch.text import format_seconds, json_text, print_table, text_table
+from relayrun.watch.text import format_seconds, json_text
 
 SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
@@ -81,7 +82,7 @@ def list_runs(options: argparse.Namespace) -> int:
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
-        print_table(text_table(RUN_COLUMNS, [_run_cells(row, now) for row in rows]))
+        print_rows(RUN_COLUMNS, [_run_cells(row, now) for row in rows])
         print(f"{len(rows):,} runs, {format_bytes(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))

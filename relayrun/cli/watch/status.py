@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
         print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif found := RunsWatcher().summaries(runs, now=now):
-        tables.print_runs(found)
+        print(tables.runs_table(found))
         for line in tables.cron_check_lines(found, now=now):
             print(line)
     else:
@@ -138,6 +138,7 @@ def follow(name: str | None, interval: float) -> int:
 def _live_table() -> Iterator[ShowRuns]:
     """Show a table in place: of one run in full, or of many runs."""
     from rich.live import Live
+    from rich.text import Text
 
     from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
@@ -148,7 +149,7 @@ def _live_table() -> Iterator[ShowRuns]:
             if found and isinstance(found[0], RunStatus):
                 live.update(run_status_text.run_status_table(found[0], now=now), refresh=True)
             else:
-                live.update(tables.runs_table(found), refresh=True)
+                live.update(Text(tables.runs_table(found), no_wrap=True, overflow="crop"), refresh=True)
 
         yield show
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.terminal import inert, raw_stream
+from relayrun.terminal import format_table, inert, raw_stream, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
@@ -21,6 +21,7 @@ from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, R
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
 
+STATUS_COLUMNS = ("dump", "state", "shards", "tokens|n", "Mtok/s node|n", "Mtok/s core|n", "ETA|n", "node", "left out")
 GONE_SECONDS = 600.0
 """`watch_status` stops waiting for a stalled dump that reported nothing for so long."""
 
@@ -119,9 +120,7 @@ def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
 def status_table(dumps: Sequence[DumpStatus]) -> str:
     """Format a line per dump, the totals, and the failures for the terminal."""
     density = mean_tokens_per_byte(dumps)
-    rows: list[tuple[str, ...]] = [
-        ("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")
-    ]
+    rows: list[tuple[str, ...]] = []
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
         state = str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-"
@@ -133,10 +132,9 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     done, nodes = sum(d.state == "done" for d in dumps), {task.node for d in dumps for task in d.running}
     speed = f"{tokens:,}", _rate(now), _rate(tokens / seconds if seconds > 0 else 0.0), _duration(left)
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = format_table(STATUS_COLUMNS, rows, width=terminal_width())
     steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
-    return "\n".join([*lines, *steps, *_failures(dumps)])
+    return "\n".join([table, *steps, *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:

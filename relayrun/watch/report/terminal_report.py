@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
 from relayrun.progress import Progress, counted
 from relayrun.publishing import published_file
+from relayrun.terminal import terminal_width
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, read_run_facts
+from relayrun.watch.goodput.tables import AccountTable
 from relayrun.watch.status.summary import PLANNED_CAUSES
-from relayrun.watch.text import text_table
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
@@ -96,7 +95,7 @@ def _attempt_row(allocation: NodeAllocation, facts: AttemptFacts) -> AttemptRow:
     )
 
 
-def attempts_table(report: AttemptsAndLosses) -> Table:
+def attempts_table(report: AttemptsAndLosses) -> AccountTable:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
     columns = ("attempt|n", "ended", "why", "iterations|n", "saved|n", "tokens|n", "wall s|n", "tokens/s|n")
     rows = [
@@ -112,16 +111,16 @@ def attempts_table(report: AttemptsAndLosses) -> Table:
         )
         for row in report.attempts
     ]
-    return text_table(columns, rows, title=f"attempts of {report.run.path.name}")
+    return AccountTable(f"attempts of {report.run.path.name}", columns, rows)
 
 
-def terminal_curve(report: AttemptsAndLosses, *, width: int = 90, height: int = 20) -> str:
+def terminal_curve(report: AttemptsAndLosses, *, height: int = 20) -> str:
     """Return the loss curve as text, with a line at the begin of each attempt."""
     import plotext
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plot_size(width, height)
+    plotext.plot_size(min(90, terminal_width() or 90), height)
     plotext.plot(report.iterations, report.losses, marker="braille", label="training loss")
     for name, points in report.validation.items():
         plotext.scatter([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
