@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun import terminal
 from relayrun.cli import main
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
@@ -22,6 +21,7 @@ from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.terminal import format_table
 from relayrun.tokens.tokenize import dump_status
+from relayrun.tokens.tokenize.shard_folder import RunningTask
 from relayrun.watch.status import queue
 from tests.accounted import make_accounted
 from tests.pictured import make_pictured
@@ -100,7 +100,7 @@ def test_a_command_fits_80_columns(runs: list[Run], monkeypatch: pytest.MonkeyPa
 
 
 def dump(index: int, **values: object) -> dump_status.DumpStatus:
-    task = dump_status.RunningTask(
+    task = RunningTask(
         shard="0", node="nid001234", job="", started=0.0, at=90.0, documents=1, tokens=98_765_432_109, bytes_read=1
     )
     fields = {
@@ -112,7 +112,7 @@ def dump(index: int, **values: object) -> dump_status.DumpStatus:
 
 
 def test_the_table_of_dumps_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stdout", _Terminal())
     table = dump_status.status_table([dump(0), dump(1, state="done", running=())]).partition("\ndump 0 left out")[0]
     assert [line for line in table.splitlines() if len(line) > 80] == []
