@@ -114,14 +114,14 @@ def format_table(
             kept.remove(widest)
     indent = "" if 0 in kept else "  "
     lines = [title] if title else []
-    for row in (names, *table):
+    for row in (names, *table) if any(names) else table:
         if indent and row is not names:
             lines += _folded(row[0], width)
         folded = [_folded(row[at], widths[at]) or [""] for at in kept]
         for texts in zip_longest(*folded, fillvalue=""):
             cells = (_padded(text, widths[at], numeric[at]) for at, text in zip(kept, texts, strict=True))
             lines.append((indent + "  ".join(cells)).rstrip())
-        below = (f"{names[at]}: {row[at]}" for at in range(1, len(names)) if at not in kept and row[at])
+        below = (f"{names[at]}: {row[at]}".lstrip(": ") for at in range(1, len(names)) if at not in kept and row[at])
         lines += _folded("; ".join(below), width, "  ") if row is not names else []
     return "\n".join(lines)
 

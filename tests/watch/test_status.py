@@ -231,12 +231,7 @@ def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
 
 
 def text_of(found: RunStatus) -> str:
-    from rich.console import Console
-
-    console = Console(width=400)
-    with console.capture() as text:
-        console.print(run_status_text.run_status_table(found, now=NOW))
-    return text.get()
+    return run_status_text.run_status_table(found, now=NOW)
 
 
 def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json_text(run_status_text.run_status_as_json(facts)))
         else:
-            run_status_text.print_run_status(facts, now=now)
+            print(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
         return 0
     runs = find_runs.all_run_folders()
@@ -146,10 +146,9 @@ def _live_table() -> Iterator[ShowRuns]:
     with Live(console=inert_console(), auto_refresh=False) as live:
 
         def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
-            if found and isinstance(found[0], RunStatus):
-                live.update(run_status_text.run_status_table(found[0], now=now), refresh=True)
-            else:
-                live.update(Text(tables.runs_table(found), no_wrap=True, overflow="crop"), refresh=True)
+            alone = found[0] if found and isinstance(found[0], RunStatus) else None
+            text = tables.runs_table(found) if alone is None else run_status_text.run_status_table(alone, now=now)
+            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
 
         yield show
 
