@@ -82,6 +82,15 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def show_in_place(text: str, before: int) -> int:
+    """Show as much of a text as fits the terminal in place of `before` lines; return its number of lines."""
+    size = shutil.get_terminal_size()
+    lines = [inert(line)[: size.columns] for line in text.split("\n")[: size.lines - 1]]
+    up = f"\033[{before}A\033[J" if before else ""
+    print(up + "\n".join(lines), file=raw_stream(sys.stdout), flush=True)
+    return len(lines)
+
+
 def parse_column_header(name: str) -> tuple[str, bool]:
     """Return a column's name, and True if `|n` after it marks a column of numbers."""
     return name.removesuffix("|n"), name.endswith("|n")
@@ -96,8 +105,8 @@ def format_table(
     move below each row, and the first column moves above it.
     """
     names, numeric = zip(*map(parse_column_header, columns), strict=True)
-    table = [[inert(text.replace("\n", " ")) for text in row] for row in rows]
-    contents = list(zip(names, *table, strict=True))
+    table = [[inert(text) for text in row] for row in rows]
+    contents = [[line for text in texts for line in text.split("\n")] for texts in zip(names, *table, strict=True)]
     kept, widths = list(range(len(names))), [max(map(_cells, texts)) for texts in contents]
 
     def excess() -> float:
@@ -127,9 +136,8 @@ def format_table(
 
 
 def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, max(width or len(text), 1), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+    fold = textwrap.TextWrapper(max(width or len(text), 1), indent, indent, break_on_hyphens=False)
+    return [line for part in text.split("\n") for line in fold.wrap(part)]
 
 
 def _padded(text: str, width: int, is_number: bool) -> str:

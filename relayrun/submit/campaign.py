@@ -30,7 +30,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.check.report_text import check_report_as_json, findings_table
+from relayrun.submit.check.report_text import check_report_as_json, print_findings
 from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
@@ -42,7 +42,7 @@ from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.text import format_optional, print_table
+from relayrun.watch.text import format_optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +117,12 @@ def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckRepor
 def print_campaign_report(report: CampaignReport) -> None:
     """Print the findings that all runs have, then those of single runs that need a look, and the verdict."""
     common = report.common_findings()
-    print_table(findings_table(common))
+    print_findings(common)
     for name, each in report.reports.items():
         own = [found for found in each.findings.all if found not in common]
         if shown := [found for found in own if found.level not in QUIET_LEVELS or found.name.startswith("stage.")]:
             print(f"{name}:", flush=True)
-            print_table(findings_table(shown))
+            print_findings(shown)
     errors = sum(len(each.findings.errors) for each in report.reports.values())
     verdict = "submit would refuse this" if errors else "submit would take this"
     print(f"{count_noun(len(report.reports), 'run')}, {count_noun(errors, 'error')}: {verdict}")

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun import places
@@ -18,10 +18,11 @@ from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import MIN_FREE_BYTES, free_space, last_lines
+from relayrun.terminal import show_in_place
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun, RunSummary
-from relayrun.watch.text import format_seconds, inert_console, json_text
+from relayrun.watch.text import format_seconds, json_text
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 REFUSED_SECONDS = 7 * 86400.0
@@ -122,8 +123,8 @@ def follow(name: str | None, interval: float) -> int:
     one = [] if name is None else [find_runs.find_run(name)]
     in_full = bool(one) and sys.stdout.isatty()
     watcher = RunsWatcher()
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        show = stack.enter_context(_live_table()) if sys.stdout.isatty() else _changed_lines()
+    show = _table_in_place() if sys.stdout.isatty() else _changed_lines()
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             now, runs = time.time(), one or find_runs.all_run_folders()
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
@@ -134,23 +135,20 @@ def follow(name: str | None, interval: float) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _live_table() -> Iterator[ShowRuns]:
+def _table_in_place() -> ShowRuns:
     """Show a table in place: of one run in full, or of many runs."""
-    from rich.live import Live
-    from rich.text import Text
-
     from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
 
-    with Live(console=inert_console(), auto_refresh=False) as live:
+    lines = 0
 
-        def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
-            alone = found[0] if found and isinstance(found[0], RunStatus) else None
-            text = tables.runs_table(found) if alone is None else run_status_text.run_status_table(alone, now=now)
-            live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+    def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
+        nonlocal lines
+        alone = found[0] if found and isinstance(found[0], RunStatus) else None
+        text = tables.runs_table(found) if alone is None else run_status_text.run_status_table(alone, now=now)
+        lines = show_in_place(text, lines)
 
-        yield show
+    return show
 
 
 def _changed_lines() -> ShowRuns:

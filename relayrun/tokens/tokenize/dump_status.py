@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.terminal import format_table, inert, raw_stream, terminal_width
+from relayrun.terminal import format_table, show_in_place, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
@@ -99,6 +99,12 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     ]
 
 
+def input_bytes(dumps: Iterable[DumpStatus]) -> tuple[int, int]:
+    """Return the bytes of input that are tokenized, and all."""
+    pairs = [(each.finished_bytes + sum(task.bytes_read for task in each.running), each.bytes) for each in dumps]
+    return sum(read for read, _ in pairs), sum(whole for _, whole in pairs)
+
+
 def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
     """Return the seconds until `dumps` are done at `rate` tokens per second; None if unknown."""
     left = 0.0
@@ -112,7 +118,7 @@ def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: f
 
 def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
     """Return the tokens per byte of the files read so far; 0 before the first."""
-    read = sum(dump.finished_bytes + sum(task.bytes_read for task in dump.running) for dump in dumps)
+    read, _ = input_bytes(dumps)
     tokens = sum(dump.finished_tokens + sum(t.tokens for t in dump.running if t.bytes_read) for dump in dumps)
     return tokens / read if read else 0.0
 
@@ -152,22 +158,17 @@ def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
 def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
     """Print the table every `seconds`, on a terminal in place, until no dump is left to wait for. Returns True if all
     dumps are done; the others have failed. Raises InputError."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    console = Console(file=raw_stream(sys.stdout), highlight=False)
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
-        while True:
-            dumps = read_status(metadata_folder)
-            text = f"{time.strftime('%F %T')}\n{status_table(dumps)}"
-            if live is None:
-                print(text, flush=True)
-            else:
-                live.update(Text(inert(text), no_wrap=True, overflow="crop"), refresh=True)
-            if (done := all_dumps_done(dumps, now=time.time())) is not None:
-                return done
-            time.sleep(seconds)
+    lines = 0
+    while True:
+        dumps = read_status(metadata_folder)
+        text = f"{time.strftime('%F %T')}\n{status_table(dumps)}"
+        if sys.stdout.isatty():
+            lines = show_in_place(text, lines)
+        else:
+            print(text, flush=True)
+        if (done := all_dumps_done(dumps, now=time.time())) is not None:
+            return done
+        time.sleep(seconds)
 
 
 def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
