@@ -22,6 +22,7 @@ from relayrun.control.rundir.plan import COPY, Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.progress import Progress, counted
 from relayrun.submit import move_run as submit_move_run
 from relayrun.submit.forecast import format_bytes
 from relayrun.terminal import print_rows
@@ -78,7 +79,9 @@ def list_runs(options: argparse.Namespace) -> int:
             runs |= {run.path: run for run in find_runs_below(folder.expanduser().absolute(), depth=SEARCH_DEPTH)}
         except OSError as error:
             raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
-    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().statuses(list(runs.values()), now=now)]
+    with Progress("looking at runs", len(runs), "runs"):
+        found = counted(RunsWatcher().statuses(list(runs.values()), now=now))
+        rows = [_run_row(runs[Path(entry.path)], entry) for entry in found]
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
