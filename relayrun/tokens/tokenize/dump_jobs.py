@@ -58,7 +58,9 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     metadata = DumpsFolder(settings.metadata_folder)
     indices = metadata.pending()
     if not indices:
-        raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
+        raise InputError(
+            "there is no dump to tokenize", where=metadata.dumps, hint="`relayrun dumps prepare` makes them"
+        )
     load_tokenizer(settings)
     output = settings.dataset_output
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_output_files, settings.csv)
@@ -170,7 +172,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     settings.check()
     metadata = DumpsFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
-        hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
+        hint = did_you_mean_path(metadata.path) or "`relayrun dumps prepare` makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
     if not metadata.pending() and (finished := metadata.finished()):
         print(f"all {len(finished)} dumps are done")

@@ -91,7 +91,7 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     # in this order: a dump that moves in between is in both
     pending, finished = set(metadata.pending()), set(metadata.finished())
     if not finished and not pending:
-        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
     now, sizes = time.time() if now is None else now, metadata.sizes()
     return [
         _read_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
