@@ -103,11 +103,17 @@ def dump(index: int, **values: object) -> dump_status.DumpStatus:
     task = RunningTask(
         shard="0", node="nid001234", job="", started=0.0, at=90.0, documents=1, tokens=98_765_432_109, bytes_read=1
     )
-    fields = {
-        "state": "running", "shards": 118, "of": 128, "finished_tokens": 1_234_567_890_123, "finished_bytes": 4 << 40,
-        "bytes": 9 << 40, "worker_seconds": 1e6, "busy_seconds": 1e5, "running": (task,), "silent": (),
-        "skipped": ("f: torn",) * 12, "error": None, "bad_lines": {"not JSON": 12_345},
-    }  # fmt: skip
+    fields: dict[str, object] = {
+        "state": "running",
+        "shards": 118,
+        "of": 128,
+        "running": (task,),
+        "silent": (),
+        "error": None,
+    }
+    fields |= {"finished_tokens": 1_234_567_890_123, "finished_bytes": 4 << 40, "bytes": 9 << 40}
+    fields |= {"worker_seconds": 1e6, "busy_seconds": 1e5}
+    fields |= {"skipped": ("f: torn",) * 12, "bad_lines": {"not JSON": 12_345}}
     return dump_status.DumpStatus(index=index, **fields | values)  # type: ignore[arg-type]
 
 
