@@ -19,6 +19,8 @@ from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
 from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, write_stop
+from relayrun.submit.check.findings import CheckFinding
+from relayrun.submit.check.report_text import print_findings
 from relayrun.terminal import format_table
 from relayrun.tokens.tokenize import dump_status
 from relayrun.tokens.tokenize.shard_folder import RunningTask
@@ -124,6 +126,19 @@ def test_the_table_of_dumps_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     assert [line for line in table.splitlines() if len(line) > 80] == []
     for words in ("1,333,333,322,232", "nid001234", "12 files, 12,345 lines", "118/128", "1/2 done"):
         assert words in table, table
+
+
+def test_what_a_check_found_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = _Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", screen)
+    remedy = "set chain.max_failed_attempts, or ask somebody who knows this machine what its prolog does"
+    print_findings([CheckFinding(name="slurm.test", level="warning", words=REASON, remedy=remedy)])
+    first, *others = screen.getvalue().splitlines()
+    assert first.startswith("warning  slurm.test  rank 3 on nid001234: CUDA error: ")
+    assert max(map(len, (first, *others))) <= 80
+    assert f"-> {remedy}" in " ".join(" ".join(others).split())
 
 
 WORDS = st.text("abc ,:-名", max_size=60)
