@@ -24,6 +24,7 @@ from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.progress import Progress, counted
 from relayrun.submit import move_run as submit_move_run
+from relayrun.submit.check.findings import count_noun
 from relayrun.submit.forecast import format_bytes
 from relayrun.terminal import print_rows
 from relayrun.watch.status import queue, run_status
@@ -86,7 +87,7 @@ def list_runs(options: argparse.Namespace) -> int:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
         print_rows(RUN_COLUMNS, [_run_cells(row, now) for row in rows])
-        print(f"{len(rows):,} runs, {format_bytes(sum(row.bytes for row in rows))}")
+        print(f"{count_noun(len(rows), 'run')}, {format_bytes(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
