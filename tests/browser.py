@@ -92,7 +92,7 @@ CONTRAST = """
     const r = ratio(numbers(getComputedStyle(e).color).slice(0, 3), behind(e));
     if (r < 4.5) found.push(`${text.slice(0, 40)}: ${r.toFixed(2)}`);
   }
-  for (const e of document.querySelectorAll('path.line, path.dots, line.failed, line.attempt, line.round')) {
+  for (const e of document.querySelectorAll('path.line, path.dots, line.failed, line.attempt, line.restart')) {
     shapes += 1;
     const r = ratio(numbers(getComputedStyle(e).stroke).slice(0, 3), behind(e.closest('div')));
     if (r < 3) found.push(`${e.getAttribute('class')}: ${r.toFixed(2)}`);

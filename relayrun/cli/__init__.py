@@ -115,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; `run` is the function to call with them. Exits if they are wrong."""
+    arguments = arguments or ["--help"]
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     if asked in COMMANDS and asked == arguments[0]:  # building all parsers takes ten times as long
         options, rest = _parser(asked, [asked]).parse_known_args(arguments)
@@ -122,7 +123,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             return options
     parser = _parser(asked, COMMANDS)
     if arguments and asked == arguments[0] and asked not in COMMANDS:
-        parser.error(f"there is no command {asked!r}; {did_you_mean(asked, COMMANDS) or 'see `relayrun --help`'}")
+        parser.error(
+            f"there is no command {asked!r}; {did_you_mean(asked, COMMANDS, cutoff=0.65) or 'see `relayrun --help`'}"
+        )
     return parser.parse_args(arguments)
 
 
@@ -147,7 +150,8 @@ def _groups() -> str:
     for group in ("run", "data", "model", "watch", "site"):
         own = [name for name in COMMANDS if COMMANDS[name][0].startswith(f"{group}.")]
         lines += [f"{group}:", *(f"  {name:<11} {COMMANDS[name][1]}" for name in own), ""] if own else []
-    return "\n".join([*lines, "`relayrun help WORDS` searches the pages and the settings."])
+    first = "`relayrun init FOLDER` makes a project and says what to call next."
+    return "\n".join([*lines, first, "`relayrun help WORDS` searches the pages and the settings."])
 
 
 def adder(name: str) -> AddArguments:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import Fp8Fields
 from relayrun.submit.check.rehearsal import ask_ranks
-from relayrun.watch.text import print_table, text_table
+from relayrun.terminal import print_rows
 
 SECONDS = 120.0
 TOLERANCE = 1e-4
@@ -53,7 +53,7 @@ class OracleReport:
         rows = []
         for term, row in self.rows.items():
             rows.append([term, *(f"{row[way][0]:.1e}" if way in row else "" for way in ways), max(row.values())[1]])
-        print_table(text_table(["against one rank", *(f"{way}|n" for way in ways), "largest in"], rows))
+        print_rows(["against one rank", *(f"{way}|n" for way in ways), "largest in"], rows)
         if self.failure is not None:
             print(f"not compared: {self.failure}")
         elif self.differing:

@@ -2,13 +2,12 @@
 
 `submit_campaign` makes all run directories or none, and writes `campaign.json` last: after a kill before that nothing
 is queued and the submit can be repeated; after a kill behind that any command starts the runs. `check_campaign` checks
-every run, and what a stage takes over from the stage before it. `read_campaign_status` and `campaign_table` show
+every run, and what a stage takes over from the stage before it. `read_campaign_status` and `print_campaign` show
 settings that differ, state, loss and cost of the runs.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
@@ -34,18 +30,19 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.check.report_text import check_report_as_json, findings_table
+from relayrun.submit.check.report_text import check_report_as_json, print_findings
 from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
 from relayrun.submit.run_plan import make_plan
+from relayrun.terminal import print_rows
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.text import print_table
+from relayrun.watch.text import format_optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +117,12 @@ def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckRepor
 def print_campaign_report(report: CampaignReport) -> None:
     """Print the findings that all runs have, then those of single runs that need a look, and the verdict."""
     common = report.common_findings()
-    print_table(findings_table(common))
+    print_findings(common)
     for name, each in report.reports.items():
         own = [found for found in each.findings.all if found not in common]
         if shown := [found for found in own if found.level not in QUIET_LEVELS or found.name.startswith("stage.")]:
             print(f"{name}:", flush=True)
-            print_table(findings_table(shown))
+            print_findings(shown)
     errors = sum(len(each.findings.errors) for each in report.reports.values())
     verdict = "submit would refuse this" if errors else "submit would take this"
     print(f"{count_noun(len(report.reports), 'run')}, {count_noun(errors, 'error')}: {verdict}")
@@ -177,7 +174,7 @@ class MemberStatus:
     begins: str
     """Condition of the start, in words; empty: at once."""
     state: str
-    """Either `done` or the state of its chain, see `summary.ChainState`."""
+    """State of the run, see `summary.RunState`, or `damaged`."""
     iteration: int = 0
     total_steps: int | None = None
     loss: float | None = None
@@ -204,14 +201,12 @@ def _member_status(
     common["begins"] = start_condition(member)
     if isinstance(status, DamagedRun):
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
-    state, words = str(status.state), status.stop or status.broken or status.last_end or ""
-    if status.stop_state == "done" and state == "stopped":
-        state = "done"
-    elif state == "waiting":
+    words = status.stop or status.broken or status.last_end or ""
+    if status.state == "queued" and not status.has_job:
         words = _wait_reason(folder, whole, member)
     return MemberStatus(
         run=status.run,
-        state=state,
+        state=status.state,
         iteration=max(status.iteration, status.durable_iteration or 0),
         total_steps=status.total_steps,
         loss=status.loss,
@@ -247,38 +242,29 @@ def _node_hours(member: CampaignMember) -> float | None:
         return None
 
 
-def campaign_table(entries: Sequence[MemberStatus]) -> Table:
-    """Return a table with a line a run, the settings that differ in a column each."""
+def print_campaign(entries: Sequence[MemberStatus]) -> None:
+    """Print a table with a line a run, the settings that differ in a column each."""
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     differing = [
         name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
     ]
-    ordered = any(entry.begins for entry in entries)
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    made.add_column("run")
-    for name in differing:
-        made.add_column(name, justify="right")
-    if ordered:
-        made.add_column("begins")
-    for name in ("state", "iteration", "loss", "node hours"):
-        made.add_column(name, justify="left" if name == "state" else "right")
-    made.add_column("")
-    for entry in entries:
-        loss = "" if entry.loss is None else f"{entry.loss:.4f}" if math.isfinite(entry.loss) else str(entry.loss)
-        made.add_row(
-            escape(entry.run),
-            *(
-                escape(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "")
-                for name in differing
-            ),
-            *([escape(entry.begins)] if ordered else []),
+    begins = ["begins"] if any(entry.begins for entry in entries) else []
+    settings = (f"{name}|n" for name in differing)
+    columns = ["run", *settings, *begins, "state", "iteration|n", "loss|n", "node hours|n", "why"]
+    rows = [
+        [
+            entry.run,
+            *(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "" for name in differing),
+            *[entry.begins] * len(begins),
             entry.state,
             f"{entry.iteration}/{entry.total_steps or '?'}",
-            loss,
-            "" if entry.node_hours is None else f"{entry.node_hours:.2f}",
-            escape("" if entry.state == "done" else entry.words),
-        )
-    return made
+            format_optional(entry.loss, ".4f"),
+            format_optional(entry.node_hours, ".2f"),
+            "" if entry.state == "done" else entry.words,
+        ]
+        for entry in entries
+    ]
+    print_rows(columns, rows)
 
 
 def submit_campaign(described: CampaignDescription) -> bool:

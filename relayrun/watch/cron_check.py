@@ -159,7 +159,7 @@ class CronCheck:
                 seen[name] = self._as_before(name)
                 self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
             else:
-                is_old = status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS
+                is_old = status.state == "failed" and self._now - _last_sign(run, status) > FORGET_SECONDS
                 old += self._first and is_old
                 seen[name] = self._living(name, run, plan, status, told=self._first and is_old)
         if silent is not None:
@@ -218,11 +218,11 @@ class CronCheck:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_notice_policy(run), self._running_since(name)
-        if status.state in ("running", "queued") and quota.is_measurement_due(run, now=self._now):
+        if status.has_job and quota.is_measurement_due(run, now=self._now):
             with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)
         found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
-        if status.state == "waiting":
+        if status.state == "queued":
             found += self._never_begins(run)
         return [self._seen(name, symptom) for symptom in found]
 

@@ -96,7 +96,7 @@ def find_symptoms(
     room = CHECKPOINTS if policy is None else policy.disk_checkpoints
     found += [*_quotas_used_up(status, now, room), *full]
     at_work = is_at_work(run, status, running_since)
-    untold = status.state in ("running", "queued") and (policy is None or not at_work)
+    untold = status.has_job and (policy is None or not at_work)
     if untold and (words := low_disk_text(run, checkpoints=room)):
         found.append(Symptom(event="disk", cause="room", reason=words, notice=f"disk-{status.attempt or 0:04}"))
     if running_since is not None and not full:  # ranks that cannot write are silent, too
@@ -132,14 +132,14 @@ def running_job(status: RunStatus) -> Job | None:
 
 def _quotas_used_up(status: RunStatus, now: float, room: int) -> Iterator[Symptom]:
     for each in status.quotas:
-        if status.state in ("running", "queued") and each.is_scarce(room):
+        if status.has_job and each.is_scarce(room):
             words = f"{each.words()}: free some space, or lower checkpoint.keep_last"
             notice = quota_notice_id(each, now)
             yield Symptom(event="disk", cause=f"quota-{each.name}", reason=words, notice=notice)
 
 
 def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
-    if status.state == "broken":
+    if status.state == "failed" and status.stop is None:
         submitted = int(run.plan.stat().st_mtime)  # a chain that is resubmitted may die again
         cause = f"gone-{status.attempt or 0:04}-{submitted}"
         words = "; ".join(filter(None, [status.broken or "nothing goes on with it", status.why]))
@@ -170,7 +170,7 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
 
 def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
     folder = run.checkpoints if run.checkpoints.is_dir() else run.path
-    error = write_error(folder) if status.state in ("running", "queued") else None
+    error = write_error(folder) if status.has_job else None
     if error is None:
         return []
     words = f"nothing can be written to {folder}: {os.strerror(error.errno) if error.errno else error}"

@@ -1,65 +1,14 @@
-"""Text for people and programs: tables, durations, times and JSON.
-
-Functions that build a table import rich themselves: its import takes as long as a hundred summaries of runs.
-"""
+"""Text for people and programs: durations, times and JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
-
-from relayrun.terminal import inert, raw_stream
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from typing import Any
 
 
 def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def parse_column_header(name: str) -> tuple[str, bool]:
-    """Return a column's name, and True if `|n` after it marks a column of numbers."""
-    return name.removesuffix("|n"), name.endswith("|n")
-
-
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
-    """Return a table without lines; `|n` after a column's name marks a column of numbers."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name, is_number in map(parse_column_header, columns):
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(inert(text)) for text in row))  # before it is folded
-    return table
-
-
-def print_table(table: Table) -> None:
-    """Print a table; into a file or pipe without folding at a terminal's width."""
-    console = inert_console() if sys.stdout.isatty() else inert_console(width=400)
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip(), file=raw_stream(sys.stdout))
-
-
-def inert_console(stream: TextIO | None = None, **options: Any) -> Console:
-    """Return rich's console, which colours inert text, on this stream (standard output). `options`: of `Console`."""
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
-
-    class InertConsole(Console):
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-            for segment in super().render(renderable, options):
-                yield segment if segment.control else Segment(inert(segment.text), segment.style)
-
-    return InertConsole(file=raw_stream(stream or sys.stdout), **options)
 
 
 def format_optional(value: float | None, form: str) -> str:

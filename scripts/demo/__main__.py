@@ -44,7 +44,6 @@ from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsAndLosses
-from relayrun.watch.text import inert_console, print_table
 from scripts.demo import stories
 
 PROMPT_WORDS = 12
@@ -61,7 +60,11 @@ CHART_WIDTH = 48
 """Characters of the chart of attempts."""
 MAX_EMPTY_JOBS = 4
 """Chains in a row without a new checkpoint, each with twice the time of the previous one, before the demo gives up."""
-console = inert_console(sys.stderr, highlight=False)
+
+
+def say(text: str) -> None:
+    """Print a line for the reader of the demo."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def first_heldout_words(folder: Path, *, words: int) -> str:
@@ -137,10 +140,10 @@ def main() -> int:
     texts = {"stories": told.train, "heldout": told.heldout}
     texts |= {name: OUTPUT / "text" / name for name in ("docs", "code")}
     first = first_heldout_words(told.train, words=16)
-    console.print(f"{told.documents:,} stories; the first words of one: {first} ...")
+    say(f"{told.documents:,} stories; the first words of one: {first} ...")
     print_headline("2. tokenizer: byte-level BPE, trained on this text")
     tokenizer = train_tokenizer([texts[name] for name in MIXTURE_WEIGHTS], OUTPUT / "tokenizer")
-    console.print(str(tokenizer))
+    say(str(tokenizer))
 
     print_headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, folder in texts.items():
@@ -196,7 +199,7 @@ def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm
         limit = math.ceil((work * 2**fruitless + grace) / unit) * unit
         grace = limit - math.ceil(work * 2**fruitless)
         share = "about half of the iterations that are left"
-        console.print(f"jobs of {limit} s, which leave {grace} s before that: {share}")
+        say(f"jobs of {limit} s, which leave {grace} s before that: {share}")
         changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.grace_period={grace}")
         resume = ("resume", run.path, *(f"--set={change}" for change in changes))
         run_chain(run, partial(run_relayrun, *resume, chain=True), slurm=slurm)
@@ -251,7 +254,7 @@ def attempts_chart(summary: AttemptsAndLosses) -> str:
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print the results; return 1 if the model has not learned."""
     summary = terminal_report.read_attempts_report(run)
-    print_table(terminal_report.attempts_table(summary))
+    terminal_report.attempts_table(summary).print()
     if not summary.validation.get("heldout"):
         hint = f"relayrun status {run.path} says why"
         raise RelayrunError("the training ended before its last iteration", where=run.path, hint=hint)
@@ -298,7 +301,7 @@ def wait_for_chain(run: Run, *, slurm: bool) -> None:
     while jobs := {job.id: job.state for job in scheduler_for_plan(plan, run).jobs(plan)}:
         if jobs != seen:
             states = ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items())
-            console.print(f"{time.strftime('%H:%M:%S')} queue: {states}")
+            say(f"{time.strftime('%H:%M:%S')} queue: {states}")
         seen = jobs
         follower.poll()
         time.sleep(1)
@@ -335,7 +338,7 @@ def run_relayrun(*arguments: object, chain: bool = False) -> bool:
 def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> bool:
     """Run a Python program, shown as a user would type it; return True if it failed. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
-    console.print("[bold]$[/] " + words, soft_wrap=True)
+    say(f"$ {words}")
     failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE_ROOT, check=False).returncode
     if failed and not chain:
         raise RelayrunError("this step of the demo failed; its message stands above", where=words)
@@ -343,7 +346,7 @@ def run_python(command: Sequence[object], *, shown: Sequence[object], chain: boo
 
 
 def print_headline(text: str) -> None:
-    console.print(f"\n[bold]== {text}[/]", soft_wrap=True)
+    say(f"\n== {text}")
 
 
 if __name__ == "__main__":

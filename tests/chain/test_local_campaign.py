@@ -75,7 +75,7 @@ def test_a_terminal_that_is_killed_is_followed_by_resume(tmp_path: Path) -> None
         wait_for(first.attempt(1).metrics.exists)
         terminal.send_signal(signal.SIGKILL)
     shown = json.loads(relayrun("sweep", "status", tmp_path / "tiny", "--json").stdout)
-    assert [entry["state"] for entry in shown][1] == "waiting"
+    assert [entry["state"] for entry in shown][1] == "queued"
     assert shown[1]["words"] == "waits for its turn"
     done = relayrun("sweep", "resume", tmp_path / "tiny")
     assert done.returncode == 0, done.stdout + done.stderr

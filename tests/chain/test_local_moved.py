@@ -71,7 +71,7 @@ def test_a_submit_after_a_move_renders_all_anew(tmp_path: Path, monkeypatch: pyt
     new = Run(tmp_path / "new-place")
     os.rename(old.path, new.path)
     found = run_status.read_run_status(new, queue.query_queue(new), now=0.0)
-    assert (found.state, found.durable_path) == ("broken", str(new.checkpoint(5)))
+    assert (found.state, found.durable_path) == ("failed", str(new.checkpoint(5)))
     assert found.go_on == f"relayrun resume {new.path}"
     monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)
     assert main(["resume", str(new.path)]) == 0

@@ -88,7 +88,7 @@ def test_a_killed_program_goes_on_behind_the_checkpoint_that_its_tracker_names_a
     assert run.revisions() == [1, 2]
     assert main(["status", str(run.path), "--json"]) == 0
     status = json.loads(capfd.readouterr().out)
-    assert (status["iteration"], status["durable_iteration"], status["state"]) == (30, 30, "stopped")
+    assert (status["iteration"], status["durable_iteration"], status["state"]) == (30, 30, "done")
     assert status["loss"] == pytest.approx(1 / 30, abs=1e-4)
 
 

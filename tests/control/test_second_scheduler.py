@@ -126,7 +126,7 @@ def test_a_run_is_checked_submitted_looked_at_and_ended(folder: Path) -> None:
     plan = json.loads((folder / RUN / "plan.json").read_text())
     assert (plan["scheduler"], plan["host_python"]) == ("printing", "python3")
     status = json.loads(relayrun(folder, "status", RUN, "--json"))
-    assert (status["state"], status["jobs"], status["scheduler_error"]) == ("broken", [], None)
+    assert (status["state"], status["jobs"], status["scheduler_error"]) == ("failed", [], None)
     assert "second/printed" in relayrun(folder, "status")
     assert "would queue job.sbatch" in relayrun(folder, "resume", RUN)
     for command, ending in (("stop", "stopped"), ("cancel", "stopped")):

@@ -17,7 +17,8 @@ from relayrun.control.job_log import AgentLog, log_line, log_node_line
 from relayrun.control.rundir.records import ChainEnd, RankFailure
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.errors import RelayrunError, run_main
-from relayrun.watch import text
+from relayrun.submit.check.findings import CheckFinding
+from relayrun.submit.check.report_text import print_findings
 from tests.history import began, ended, trained
 
 from ..chain.conftest import make_run
@@ -112,23 +113,20 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("shown", ["table", "console"])
-def test_own_colours_stay_and_others_do_not(shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
+def test_a_finding_has_our_colour_and_none_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
     screen = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal.InertStream(screen))  # type: ignore[arg-type]
-    if shown == "table":
-        text.print_table(text.text_table(["name"], [[HOSTILE]]))
-    else:
-        text.inert_console().print(HOSTILE, style="bold red")
-    said = screen.getvalue()
-    assert "\x1b[1" in said  # of a header, of the style
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
-    assert not FOUND.search(plain)
-    assert (ESCAPED if shown == "table" else r"a\u001b]0;mineb\u009b31mc\u202ed") in plain
+    terminal.print_rows(["name"], [[HOSTILE]])
+    print_findings([CheckFinding(level="warning", name="settings.owner", words=HOSTILE)])
+    name, table, finding = screen.getvalue().splitlines()
+    assert (name, table) == ("name", ESCAPED)
+    assert finding.startswith("\x1b[33mwarning\x1b[0m  settings.owner  ")
+    assert finding.endswith(ESCAPED)
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_findings([CheckFinding(level="error", name="a", words="b")])
+    assert screen.getvalue().splitlines()[-1] == "error  a  b"
 
 
 @pytest.fixture

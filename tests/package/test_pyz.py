@@ -60,8 +60,8 @@ def test_the_status_of_runs_needs_no_package(pyz: Path, tmp_path: Path) -> None:
     began(run, 1)
     trained(run, 1, 0, 10)
     one, many = call(pyz, "status", "tests/history", cwd=tmp_path), call(pyz, "status", cwd=tmp_path)
-    assert f"directory       {run.path}\n" in one.stdout, one.stderr
-    assert "iteration       10 of 100" in one.stdout
+    assert f"directory  {run.path}\n" in one.stdout, one.stderr
+    assert "iteration  10 of 100" in one.stdout
     assert "tests/history" in many.stdout, many.stderr
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ from relayrun import progress
 from relayrun.cli import main
 from relayrun.errors import log_to_stderr
 from relayrun.terminal import inert_output
+from tests.history import make_history
 from tests.mirrored import Mirrored
+from tests.tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 from tests.train.test_mirror import make_run, mirrored  # noqa: F401 - fixtures
 
 LINE = re.compile(r"\r\x1b\[K([^\r\n]*)")
@@ -118,3 +121,27 @@ def test_copies_of_checkpoints_and_their_verification_are_shown(
     for what in ("copying iteration 30", "verifying iteration 30", "verifying"):
         own = [line for line in lines if line.startswith(f"{what}: ")]
         assert re.search(r": (9\d|100)% of ", own[-1]), what
+
+
+def test_a_dump_and_a_list_of_runs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    for name in "ab":
+        write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS))
+    (tmp_path / "paths").write_text("a.parquet\nb.parquet\n")
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json")
+    terminal = make_terminal(monkeypatch)
+    given = [
+        "--dataset",
+        f"{tmp_path}/data",
+        "--paths-file",
+        f"{tmp_path}/paths",
+        "--tokenizer-name-or-path",
+        str(tokenizer),
+    ]
+    assert main(["dumps", "tokenize", "--output-folder", f"{tmp_path}/out", *given, "--n-tasks", "2"]) == 0
+    make_history(tmp_path / "runs/p/a", lines=3, attempts=1)
+    assert main(["runs", "list", str(tmp_path / "runs")]) == 0
+    lines = [line for line in LINE.findall(terminal.getvalue()) if line]
+    assert [line for line in lines if line.startswith("tokenizing: 50% of ")]
+    assert [line for line in lines if line.startswith("tokenizing: 100% of ")]
+    assert lines[-1].startswith("looking at runs: 100% of 1 runs")

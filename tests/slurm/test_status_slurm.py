@@ -63,7 +63,7 @@ def test_a_first_job_that_dies_in_a_second_is_broken_and_not_idle(cluster: TestC
     cluster.wait_job(job)
     cluster.wait_until(lambda: not cluster.queue())
     found = status(cluster, run)
-    assert found.state == "broken", found
+    assert found.state == "failed", found
     assert found.last_job is not None
     assert found.last_job.id == job
     assert found.last_job.source == "scontrol"
@@ -92,12 +92,12 @@ def test_a_chain_whose_successor_is_gone_is_broken_and_says_how_its_job_died(
     cluster.wait_job(begin.job_id)
     cluster.wait_until(lambda: not cluster.queue(), timeout=600)
     found = status(cluster, run)
-    assert found.state == "broken", found
+    assert found.state == "failed", found
     assert f"attempt 1, job {begin.job_id}, is gone without an end" in (found.broken or "")
     assert found.last_job is not None
     assert found.last_job.state in (found.broken or "")
     done = cluster.run([sys.executable, "-m", "relayrun.cli", "status", run.path, "--json"], cwd=ROOT)
-    assert json.loads(done.stdout)["state"] == "broken"
+    assert json.loads(done.stdout)["state"] == "failed"
 
 
 def batch_scripts(plan: Plan) -> list[int]:

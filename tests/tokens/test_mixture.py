@@ -104,7 +104,7 @@ def test_the_summary_tells_tokens_prefixes_sizes_and_weights(tmp_path: Path) -> 
     assert summary["seed"] == 7
     assert summary["tokens"] == sum(tokens.values()) == sum(entry["tokens"] for entry in summary["shards"])
     assert [entry["weight"] for entry in summary["datasets"]] == [0.75, 0.25]
-    row = text.splitlines()[2].split()
+    row = text.splitlines()[1].split()
     assert row == ["a", "1,000", "1,000", "1.000", "1,333", "10", "10", "0.000", "0.7500", "0.7407", str(a)]
     assert [entry["exhausted_after_tokens"] for entry in summary["datasets"]] == [1333, 20000]
     assert "a is used up" in text

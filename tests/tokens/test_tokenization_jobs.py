@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from relayrun.tokens.tokenize.job_config import (
 )
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
+from tests.publish.test_progress import LINE, make_terminal
 from tests.tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 from tests.waiting import wait_for
 
@@ -117,8 +119,16 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
 
 
 @pytest.mark.slow
-def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSettings, tmp_path: Path) -> None:
+def test_all_dumps_are_tokenized_through_submitit_here(
+    settings: TokenizationSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = make_terminal(monkeypatch)
     assert submit_dumps(config(settings, executor="local", max_parallel=2)) == [0, 1]
+    lines = [line for line in LINE.findall(terminal.getvalue()) if line]
+    assert re.fullmatch(r"tokenizing: 0% of [\d.]+k? bytes", lines[0]), lines
+    shares = [int(line.split()[1].rstrip("%")) for line in lines]
+    assert shares == sorted(shares)
+    assert re.search(r", [\d.]+k? per second, 0:00:\d\d left$", lines[-1]), lines
     metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     output = tmp_path / "out put/T-1/D.2"

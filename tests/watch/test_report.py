@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import os
 import re
 import shlex
@@ -21,9 +22,10 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import append_line
-from relayrun.watch.report import terminal_report
+from relayrun.watch.report import page, terminal_report
 from relayrun.watch.report.chart import axis_ticks, reduce_points
 from relayrun.watch.report.report_data import read_report_data
+from relayrun.watch.status import queue
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
@@ -128,6 +130,7 @@ def accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run without Slurm's commands, so that the chain's own times hold."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin")
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
     monkeypatch.chdir(tmp_path)
     return make_project(tmp_path)
 
@@ -155,6 +158,23 @@ def test_a_page_holds_all_that_it_shows_and_no_script(accounted: Run, capsys: py
     assert viewport == ["width=device-width, initial-scale=1"]
     for words in ("prefers-color-scheme:dark", "@media print", "max-width:1000px"):
         assert words in page.text("style"), words
+
+
+def test_red_is_for_failures_alone(run: Run) -> None:
+    """Hues near red, in light, dark and print; the picture of matplotlib has them for failed attempts."""
+    style = (Path(page.__file__).parent / "templates/style.css").read_text(encoding="utf-8")
+    found = re.findall(r"--(\w+):#(\w{2})(\w{2})(\w{2})", style)
+    assert len(found) == 3 * (6 + 8 + 9)
+    groups = {css: name for name, _, css in page.PART_GROUPS}
+    red = set()
+    for name, *channels in found:
+        hue, _, strength = colorsys.rgb_to_hls(*(int(each, 16) / 255 for each in channels))
+        if strength > 0.3 and min(hue, 1 - hue) < 25 / 360:
+            red.add(groups.get(name, name))
+    assert red == {"bad", "lost"}
+    rows = terminal_report.read_attempts_report(run).attempts
+    causes = [replace(rows[0], number=n, cause=cause) for n in range(1, 30) for cause in ("saved", "running", "failed")]
+    assert {row.cause for row in causes if terminal_report.attempt_colour(row) == "C3"} == {"failed"}
 
 
 def test_whatever_a_run_is_called_its_name_is_text(tmp_path: Path, accounted: Run) -> None:

@@ -81,8 +81,10 @@ def test_two_runs_side_by_side(tab: Page, two: list[RunReportData], tmp_path: Pa
 def test_names_and_words_without_a_space(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     long = "without-a-space-" * 20
     account = replace(two[0].account, name=long)
-    entry = replace(two[0], account=account, config=long, stop=long, run=Run(Path("/") / long[:200] / long[:200]))
-    entry = replace(entry, validation={long: two[0].validation["held-out web"]})
+    entry = replace(two[0], account=account, config=long, run=Run(Path("/") / long[:200] / long[:200]))
+    entry = replace(
+        entry, validation={long: two[0].validation["held-out web"]}, status=replace(entry.status, stop=long)
+    )
     assert wrong(tab, tmp_path / "long.html", report_page([entry, entry], now=T)) == []
 
 

@@ -52,7 +52,7 @@ def words_of(found: RunStatus) -> str:
 
 def test_an_attempt_whose_job_is_gone_without_a_successor(run: Run) -> None:
     found = status(run, QueueStatus(last_job=DIED))
-    assert found.state == "broken"
+    assert found.state == "failed"
     assert found.broken is not None
     for word in ("attempt 1", "job 7", "NODE_FAIL", "exit code 1", "n1", "nothing is queued"):
         assert word in found.broken, found.broken
@@ -70,7 +70,7 @@ def test_an_attempt_behind_which_nothing_could_be_queued(run: Run) -> None:
 def test_an_end_without_a_successor_says_how_it_ended(run: Run) -> None:
     end(run, 1, "failed", "rank 1 on n1: CUDA error (exit code 1)", 10, progress=True)
     found = status(run, QueueStatus())
-    assert found.state == "broken"
+    assert found.state == "failed"
     assert "failed: rank 1 on n1: CUDA error" in (found.broken or "")
 
 
@@ -84,13 +84,13 @@ def test_a_first_job_that_died_before_its_begin(make_run: MakeRun) -> None:  # n
     log.parent.mkdir()
     log.write_text("bash: no such file\n")
     found = status(made, queue.query_queue(made))
-    assert found.state == "broken"
+    assert found.state == "failed"
     for word in ("job 1", "FAILED", "before it began", str(log)):
         assert word in (found.broken or ""), found.broken
 
 
 @pytest.mark.parametrize(
-    ("cause", "state"), [("saved", "idle"), ("done", "idle"), ("failed", "broken"), ("unknown", "broken")]
+    ("cause", "state"), [("saved", "stopped"), ("done", "done"), ("failed", "failed"), ("unknown", "failed")]
 )
 def test_a_chain_of_one_job_that_ended_as_planned_is_not_broken(
     make_run: MakeRun,  # noqa: F811
@@ -116,7 +116,7 @@ def test_a_fallback_job_that_never_starts_goes_on_with_nothing(run: Run) -> None
     """Slurm takes a job for which its QOS demands more nodes, and lets it wait."""
     waits = Job(id="8", name="j-fallback", state="PENDING")
     found = status(run, QueueStatus(last_job=DIED, fallback_jobs=[waits], reasons={"8": "QOSMinNode"}))
-    assert found.state == "broken"
+    assert found.state == "failed"
     assert "job 7" in (found.broken or "")
     assert (found.broken or "").endswith("the fallback job 8 never starts: QOSMinNode")
 
@@ -147,16 +147,16 @@ def test_a_predecessor_that_does_not_leave_is_no_running_chain(run: Run) -> None
     completing = Job(id="7", name="j", state="COMPLETING")
     assert status(run, QueueStatus(jobs=[completing])).state == "running"  # its end may be under way
     end(run, 1, "saved", "time limit near", 10, progress=True)
-    assert status(run, QueueStatus(jobs=[completing])).state == "broken"
-    assert status(run, QueueStatus(jobs=[completing, Job(id="8", name="j", state="PENDING")])).state != "broken"
+    assert status(run, QueueStatus(jobs=[completing])).state == "failed"
+    assert status(run, QueueStatus(jobs=[completing, Job(id="8", name="j", state="PENDING")])).state == "queued"
 
 
 def test_while_a_submit_is_under_way_nothing_is_broken(make_run: MakeRun) -> None:  # noqa: F811
     made, _plan = make_run()
     with open(made.path / ".submit.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert status(made, QueueStatus()).state == "idle"
-    assert status(made, QueueStatus()).state == "broken"
+        assert status(made, QueueStatus()).state == "queued"
+    assert status(made, QueueStatus()).state == "failed"
 
 
 def test_a_stopped_chain_and_a_silent_scheduler_are_what_they_were(run: Run) -> None:
@@ -168,7 +168,7 @@ def test_a_stopped_chain_and_a_silent_scheduler_are_what_they_were(run: Run) -> 
 def test_the_json_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(run.path), "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert value["state"] == "broken"
+    assert value["state"] == "failed"
     assert value["broken"]
     assert value["go_on"] == f"relayrun resume {run.path}"
 
@@ -196,7 +196,7 @@ def test_a_local_queue_whose_terminal_has_gone_is_broken_and_a_submit_goes_on(
     assert status(made, queue.query_queue(made)).state == "queued"  # somebody may be about to
     monkeypatch.setattr(job_history, "ANSWER_SECONDS", -1.0)
     found = status(made, queue.query_queue(made))
-    assert found.state == "broken"
+    assert found.state == "failed"
     assert "nobody runs" in (found.broken or "")
     assert submission.submit_run(config).job_id == "2"
     assert json.loads((made.path / "local/job-0001.json").read_text())["state"] == "CANCELLED"
@@ -274,7 +274,7 @@ def test_what_nobody_remembers_is_no_error(
     made, _plan = make_run(scheduler="slurm")
     commands(tmp_path / "bin", monkeypatch, squeue="exit 0")
     found = status(made, queue.query_queue(made))
-    assert (found.state, found.last_job) == ("broken", None)
+    assert (found.state, found.last_job) == ("failed", None)
 
 
 def test_why_a_job_is_pending(

@@ -136,4 +136,4 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
 def test_a_line_says_where_a_run_stands(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("")
     [entry] = RunsWatcher().statuses(runs[:1], now=NOW)
-    assert tables.run_log_line(entry).startswith("tests/a: broken, iteration 0 of ")
+    assert tables.run_log_line(entry).startswith("tests/a: failed, iteration 0 of ")

@@ -231,8 +231,8 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
     assert damaged == {kind.__name__ for kind in DAMAGE}
     states = {Path(entry.path).name[2:]: entry.state for entry in found if isinstance(entry, RunSummary)}
     assert states["_ended"] == states["_stopped_by_hand_elsewhere"] == states["_stop_is_a_folder"] == "stopped"
-    assert states["_crashed"] == states["_hung"] == states["_queued"] == "broken"
-    assert states["_waits_for_its_campaign"] == "waiting"
+    assert states["_crashed"] == states["_hung"] == states["_queued"] == "failed"
+    assert states["_waits_for_its_campaign"] == "queued"
     assert cli.main(["status"]) == 0
     *lines, stuck = capsys.readouterr().out.splitlines()
     assert stuck.startswith("stuck: ")  # the campaign of the one that waits is not there

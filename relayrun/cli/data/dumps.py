@@ -110,7 +110,7 @@ def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
         ("verify", faults, run_verify_dumps),
     ):
         command = commands.add_parser(name, help=words)
-        command.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+        command.add_argument("folder", metavar="METADATA_FOLDER", help="of `relayrun dumps prepare`")
         command.set_defaults(run=run)
     end = "again and again, until all dumps are done, or the rest has failed: exit code 1"
     commands.choices["status"].add_argument("--watch", type=float, metavar="SECONDS", help=end)

@@ -16,17 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.publishing import published_file
+from relayrun.terminal import print_rows
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.watch.text import inert_console, parse_column_header
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -218,12 +216,7 @@ def print_ledger(audited: audit.AuditedRun) -> None:
     total = (f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}")
     title = f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps"
     cells = [*map(_ledger_cells, rows), ("total", "", *total, "", "", "", "")]
-    table = Table(title=title)
-    for name, is_number in map(parse_column_header, LEDGER_COLUMNS):
-        table.add_column(name, justify="right" if is_number else "left")
-    for texts in cells:
-        table.add_row(*texts)
-    inert_console(width=120, highlight=False).print(table)
+    print_rows(LEDGER_COLUMNS, cells, title=title)
     for row in rows:
         if (read := row.lanes) is not None:
             low, high = read.epochs

@@ -23,6 +23,7 @@ from relayrun.progress import Progress
 from relayrun.train.checkpoint import checksums
 from relayrun.train.mirror import restore, sync
 from relayrun.watch.status import queue, run_status
+from relayrun.watch.status.summary import UNFINISHED_STATES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +98,7 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
         lost = "where the run directory itself is lost: relayrun checkpoint restore PLACE/PROJECT/NAME --to FOLDER"
         raise RunDirError(error.message, where=error.where, hint="; ".join(filter(None, [error.hint, lost]))) from None
     state = run_status.read_run_status(run, queue.query_queue(run), now=time.time()).state
-    if state in ("running", "queued", "unknown"):
+    if state in UNFINISHED_STATES:
         words = f"the chain is {state}: a job could begin with the checkpoints as they are now"
         hint = f"end it first: relayrun cancel {run.path}"
         raise InputError(words, where=run.path, hint=hint)

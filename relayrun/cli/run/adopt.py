@@ -10,7 +10,7 @@ from relayrun.config.compose.yaml_file import dump_yaml
 from relayrun.errors import ConfigError, combined_error
 from relayrun.files import write_atomic
 from relayrun.submit.adopt import adopt
-from relayrun.watch.text import print_table
+from relayrun.terminal import print_rows
 
 
 def add_adopt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +34,10 @@ def run_adopt(options: argparse.Namespace) -> int:
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     given |= {str(number): text for number, text in enumerate(options.arguments, start=1)}
     found = adopt(options.launcher, outside | given, site=options.cluster, checkout=options.checkout)
-    from rich.table import Table
-
-    table = Table("line", "yours", "used", "why", box=None)
-    for row in found.rows:
-        table.add_row(*(text if len(text) <= 90 else f"{text[:87]}..." for text in row))
-    print_table(table)
+    print_rows(
+        ("line", "yours", "used", "why"),
+        [[text if len(text) <= 90 else f"{text[:87]}..." for text in row] for row in found.rows],
+    )
     if found.errors:
         raise combined_error(found.errors, "parts of the launcher are not taken")
     output = options.output or Path("configs", "runs", f"{found.settings['name']}.yaml")

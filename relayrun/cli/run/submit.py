@@ -38,7 +38,7 @@ from relayrun.submit.launcher_overrides import quote_yaml
 from relayrun.trust import refuse_untrusted
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
-from relayrun.watch.text import json_text, print_table
+from relayrun.watch.text import json_text
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _print_passive(findings: Findings, *, json: bool) -> int:
     if json:
         _print_without_plan(findings.all)
     else:
-        print_table(report_text.findings_table(findings.all))
+        report_text.print_findings(findings.all)
     return 1 if findings.errors else 0
 
 

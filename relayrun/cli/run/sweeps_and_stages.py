@@ -33,7 +33,7 @@ from relayrun.submit.cost import confirm_cost
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
-from relayrun.watch.text import json_text, print_table
+from relayrun.watch.text import json_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +115,7 @@ def run_here(folder: Path, whole: Campaign) -> int:
         except (RunDirError, OSError) as error:
             print(f"{member.run.path.name}: it cannot be run: {error}", file=sys.stderr, flush=True)
     entries = view.read_campaign_status(folder, now=time.time())
-    print_table(view.campaign_table(entries))
+    view.print_campaign(entries)
     return int(any(entry.state != "done" for entry in entries))
 
 
@@ -153,7 +153,7 @@ def status(options: argparse.Namespace) -> int:
     if options.json:
         print(json_text([asdict(entry) for entry in entries]))
     else:
-        print_table(view.campaign_table(entries))
+        view.print_campaign(entries)
         for line in supervisor.campaign_lines(folder, look):
             print(line, file=sys.stderr)
     return 0
@@ -206,6 +206,6 @@ def resume(options: argparse.Namespace) -> int:
         campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
     code = start_due_members(folder)
     for entry in view.read_campaign_status(folder, now=time.time()):
-        if entry.state in ("stopped", "broken"):
+        if entry.state in ("stopped", "failed"):
             print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
     return code

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from relayrun import places
 from relayrun.errors import InputError, did_you_mean
+from relayrun.terminal import print_rows
 
 KINDS = ("tutorial", "how-to", "reference", "explanation")
 MOST_FOUND = 5
@@ -33,11 +34,15 @@ def run(options: argparse.Namespace) -> int:
     if name in known:
         print(known[name].read_text(encoding="utf-8"), end="")
         return 0
-    listed = (f"{each:<26}  {next(_sections(each, path)).line}" for each, path in known.items())
-    lines = search(options.words) if options.words else [*listed]
-    if not lines:
-        raise InputError(f"nothing was found for {' '.join(options.words)!r}", hint=did_you_mean(name, known) or None)
-    print(*lines, "", "`relayrun help NAME` shows a page, `relayrun explain NAME` a setting", sep="\n")
+    rows = search(options.words) if options.words else []
+    for kind in () if options.words else KINDS:
+        own = [(each, path) for each, path in known.items() if path.parent.name == kind]
+        rows += [(f"{kind}:", ""), *((f"  {each}", next(_sections(each, path)).line) for each, path in own)]
+    if not rows:
+        hint = did_you_mean(name, known) or "try other words; `relayrun help` lists all pages"
+        raise InputError(f"nothing was found for {' '.join(options.words)!r}", hint=hint)
+    print_rows(("", ""), rows)
+    print("\n`relayrun help NAME` shows a page, `relayrun explain NAME` a setting")
     return 0
 
 
@@ -47,8 +52,8 @@ def pages() -> dict[str, Path]:
     return {path.stem: path for kind in KINDS for path in sorted((folder / kind).glob("*.md"))}
 
 
-def search(words: list[str]) -> list[str]:
-    """Return a line for each of the best pages and settings: the section that fits best, by how rare its words are."""
+def search(words: list[str]) -> list[tuple[str, str]]:
+    """Return the best pages and settings, each with its best section; rare words count more."""
     from relayrun.config.compose.describe import describe_settings
 
     stems = [_ENDING.sub("", word.lower()) for word in words if len(word) > 2 and word.lower() not in _FILLERS]
@@ -56,13 +61,13 @@ def search(words: list[str]) -> list[str]:
     found += [_Section(each.name, each.name, each.words, each.words) for each in describe_settings()]
     counts = [[each.weight(rf"\b{re.escape(stem)}") for stem in stems] for each in found]
     rarity = [math.log(len(found) / (1 + sum(each[i] > 0 for each in counts))) for i in range(len(stems))]
-    best: dict[str, tuple[float, str]] = {}
+    best: dict[str, tuple[float, tuple[str, str]]] = {}
     for section, has in zip(found, counts, strict=True):
         fit = sum(map(operator.mul, rarity, has)) * (sum(map(bool, has)) / len(has or [0])) ** 2
         key = section.name[: section.name.find(".") + 1] or section.name  # of a section of settings the best alone
         if fit > best.get(key, (0.0, ""))[0]:
-            best[key] = fit, f"{section.name:<26}  {section.line}"[:118]
-    return [line for _, line in sorted(best.values(), key=lambda each: -each[0])[:MOST_FOUND]]
+            best[key] = fit, (section.name, section.line.partition(". ")[0])
+    return [row for _, row in sorted(best.values(), key=lambda each: -each[0])[:MOST_FOUND]]
 
 
 class _Section(NamedTuple):

@@ -32,7 +32,7 @@ from relayrun.lab.gpucheck.performance import large_run_sections
 from relayrun.lab.gpucheck.runs import checked_config
 from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.lab.site_probe import SiteProbe, write_facts
-from relayrun.watch.text import json_text, print_table
+from relayrun.watch.text import json_text
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
 """The commonest faults, in less than an hour."""
@@ -150,7 +150,7 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     if options.json:
         print(json_text(session.session_as_json(drill)))
     else:
-        print_table(session.terminal_table(drill))
+        session.print_session(drill)
     tell(f"{drill.folder / 'drill.html'} and drill.md say it, too")
     if stopped:
         tell("stopped; the same command goes on behind the rows that are done")

@@ -17,7 +17,7 @@ from relayrun.publishing import published_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.report import terminal_report
-from relayrun.watch.text import json_text, print_table, text_table
+from relayrun.watch.text import json_text
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +54,12 @@ def run_report(options: argparse.Namespace) -> int:
 
 def _print_text_report(run: Run) -> None:
     found = terminal_report.read_attempts_report(run)
-    print_table(terminal_report.attempts_table(found))
+    terminal_report.attempts_table(found).print()
     if found.iterations:
         print(terminal_report.terminal_curve(found))
     account = _account(run)
     print(tables.account_summary(account))
-    _print_account_table(tables.parts_table(account))
+    tables.parts_table(account).print()
 
 
 def _reading(run: Run) -> Progress:
@@ -70,10 +70,6 @@ def _reading(run: Run) -> Progress:
 def _account(run: Run) -> NodeTimeAccount:
     with _reading(run):
         return account_for_run(run)
-
-
-def _print_account_table(table: tables.AccountTable) -> None:
-    print_table(text_table(table.columns, table.rows, title=table.title))
 
 
 def _write_page(runs: list[Run], target: Path) -> None:
@@ -108,5 +104,5 @@ def run_goodput(options: argparse.Namespace) -> int:
         print("\n" * bool(number) + tables.account_summary(account))
         for table in tables.account_tables(account):
             print()
-            _print_account_table(table)
+            table.print()
     return 0

@@ -22,17 +22,18 @@ from relayrun.control.rundir.plan import COPY, Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.progress import Progress, counted
 from relayrun.submit import move_run as submit_move_run
+from relayrun.submit.check.findings import count_noun
 from relayrun.submit.forecast import format_bytes
+from relayrun.terminal import print_rows
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.text import format_seconds, json_text, print_table, text_table
+from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun
+from relayrun.watch.text import format_seconds, json_text
 
 SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
-BUSY_STATES = ("running", "queued", "unknown")
-"""States in which a job may write into the run."""
 RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
 
 
@@ -79,12 +80,14 @@ def list_runs(options: argparse.Namespace) -> int:
             runs |= {run.path: run for run in find_runs_below(folder.expanduser().absolute(), depth=SEARCH_DEPTH)}
         except OSError as error:
             raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
-    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().statuses(list(runs.values()), now=now)]
+    with Progress("looking at runs", len(runs), "runs"):
+        found = counted(RunsWatcher().statuses(list(runs.values()), now=now))
+        rows = [_run_row(runs[Path(entry.path)], entry) for entry in found]
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
-        print_table(text_table(RUN_COLUMNS, [_run_cells(row, now) for row in rows]))
-        print(f"{len(rows):,} runs, {format_bytes(sum(row.bytes for row in rows))}")
+        print_rows(RUN_COLUMNS, [_run_cells(row, now) for row in rows])
+        print(f"{count_noun(len(rows), 'run')}, {format_bytes(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
@@ -205,13 +208,13 @@ def _refuse_busy_run(run: Run) -> None:
         hint = f"wait for them{end}"
         raise InputError(words, where=run.path, hint=hint)
     state = run_status.read_run_status(run, asked, now=time.time()).state
-    if state in BUSY_STATES:
-        words = f"the chain is {state}: a job writes into its directory, or may begin to"
-        hint = f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}"
-        raise InputError(words, where=run.path, hint=hint)
-    if state == "waiting":
+    if state == "queued" and campaign.waits_for_campaign(run):
         words = "its sweep, or the stage before it, begins this run later, and looks for it here"
         hint = f"let it begin, or give it up: relayrun stop {run.path}"
+        raise InputError(words, where=run.path, hint=hint)
+    if state in UNFINISHED_STATES:
+        words = f"the chain is {state}: a job writes into its directory, or may begin to"
+        hint = f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}"
         raise InputError(words, where=run.path, hint=hint)
     if later := campaign.members_that_need(run):
         words = f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}"

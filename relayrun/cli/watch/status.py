@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun import places
@@ -18,17 +18,16 @@ from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import MIN_FREE_BYTES, free_space, last_lines
+from relayrun.terminal import show_in_place
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import format_seconds, inert_console, json_text
+from relayrun.watch.status.summary import UNFINISHED_STATES, DamagedRun, RunSummary
+from relayrun.watch.text import format_seconds, json_text
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 REFUSED_SECONDS = 7 * 86400.0
 """Age after which a refused start is not shown any more."""
 REFUSAL_LINES = 50
-UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
-"""States that may change without a person."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json_text(run_status_text.run_status_as_json(facts)))
         else:
-            run_status_text.print_run_status(facts, now=now)
+            print(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
         return 0
     runs = find_runs.all_run_folders()
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
         print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif found := RunsWatcher().summaries(runs, now=now):
-        tables.print_runs(found)
+        print(tables.runs_table(found))
         for line in tables.cron_check_lines(found, now=now):
             print(line)
     else:
@@ -124,8 +123,8 @@ def follow(name: str | None, interval: float) -> int:
     one = [] if name is None else [find_runs.find_run(name)]
     in_full = bool(one) and sys.stdout.isatty()
     watcher = RunsWatcher()
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        show = stack.enter_context(_live_table()) if sys.stdout.isatty() else _changed_lines()
+    show = _table_in_place() if sys.stdout.isatty() else _changed_lines()
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             now, runs = time.time(), one or find_runs.all_run_folders()
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
@@ -136,23 +135,20 @@ def follow(name: str | None, interval: float) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _live_table() -> Iterator[ShowRuns]:
+def _table_in_place() -> ShowRuns:
     """Show a table in place: of one run in full, or of many runs."""
-    from rich.live import Live
-
     from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
 
-    with Live(console=inert_console(), auto_refresh=False) as live:
+    lines = 0
 
-        def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
-            if found and isinstance(found[0], RunStatus):
-                live.update(run_status_text.run_status_table(found[0], now=now), refresh=True)
-            else:
-                live.update(tables.runs_table(found), refresh=True)
+    def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
+        nonlocal lines
+        alone = found[0] if found and isinstance(found[0], RunStatus) else None
+        text = tables.runs_table(found) if alone is None else run_status_text.run_status_table(alone, now=now)
+        lines = show_in_place(text, lines)
 
-        yield show
+    return show
 
 
 def _changed_lines() -> ShowRuns:

@@ -16,8 +16,6 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from relayrun.config.compose import resolve
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
@@ -26,8 +24,8 @@ from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.terminal import parse_column_header, print_rows
 from relayrun.watch.report.html import render_page
-from relayrun.watch.text import parse_column_header, text_table
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
@@ -198,8 +196,8 @@ def session_as_json(session: FaultSession) -> dict[str, Any]:
     }
 
 
-def terminal_table(session: FaultSession) -> Table:
-    return text_table(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
+def print_session(session: FaultSession) -> None:
+    print_rows(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 
 def markdown_report(session: FaultSession) -> str:

@@ -29,7 +29,7 @@ from relayrun.files import read_json, write_json
 from relayrun.lab.gpucheck import report
 from relayrun.lab.gpucheck.report import CheckRow
 from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup, PartFigures, last_log_line, log_error, log_tail
-from relayrun.watch.text import print_table, text_table
+from relayrun.terminal import print_rows
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ def result_path(setup: CheckSetup, *, partial: bool) -> Path:
 def print_result(path: Path, table: Sequence[CheckRow]) -> None:
     """Print the table, the missed targets once more, and the path of the result."""
     cells = [(row.part, row.what, row.value, row.target, row.verdict) for row in table]
-    print_table(text_table(("part", "what", "measured", "target", "reached"), cells))
+    print_rows(("part", "what", "measured", "target", "reached"), cells)
     for row in table:
         if row.fails:
             print(f"FAILED: {row.part}: {row.what}: {row.value or row.verdict}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
@@ -18,44 +18,31 @@ from relayrun.control.trainers.registry import trainer_of
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
-from relayrun.watch.text import print_table
+from relayrun.terminal import format_table, print_rows, raw_stream, terminal_width
 
-LEVEL_COLORS = {"ok": "green", "assumed": "cyan", "not checked": "cyan", "warning": "yellow", "error": "red"}
+LEVEL_COLORS = {"ok": 32, "assumed": 36, "not checked": 36, "warning": 33, "error": 31}
+"""Colours of a terminal: green, cyan, yellow, red."""
 
 
 def print_report(report: CheckReport, changes: Sequence[str]) -> None:
     """Print findings and plan. `changes`: what differs from the run's last revision, a line each."""
-    print_table(findings_table(report.findings.all))
-    print_table(plan_table(report, changes))
+    print_findings(report.findings.all)
+    facts = [*_plan_rows(report), *(("" if number else "changes", change) for number, change in enumerate(changes))]
+    print_rows(("", ""), facts, title=f"plan of {report.plan.run}")
     findings = report.findings
     errors, warnings = count_noun(len(findings.errors), "error"), count_noun(len(findings.warnings), "warning")
     verdict = "submit would refuse this" if findings.errors else "submit would take this"
     print(f"{errors}, {warnings}: {verdict}")
 
 
-def findings_table(findings: Sequence[CheckFinding]) -> Table:
-    """Return a table with a line a finding; what to do stands below it."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for options in ({"no_wrap": True}, {"no_wrap": True}, {"overflow": "fold"}):
-        table.add_column(**options)
-    for finding in findings:
-        level = f"[{LEVEL_COLORS[finding.level]}]{finding.level}[/]"
-        table.add_row(level, finding.name, escape("\n".join(_finding_lines(finding))))
-    return table
-
-
-def plan_table(report: CheckReport, changes: Sequence[str]) -> Table:
-    """Return the plan of the run, one fact a line."""
-    table = Table(
-        title=f"plan of {report.plan.run}", show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0)
-    )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _plan_rows(report):
-        table.add_row(name, escape(text))
-    for number, change in enumerate(changes):
-        table.add_row("" if number else "changes", escape(change))
-    return table
+def print_findings(findings: Sequence[CheckFinding]) -> None:
+    """Print a table with a line a finding; what to do stands below it. On a terminal the levels have colours."""
+    rows = [(each.level, each.name, "\n".join(_finding_lines(each))) for each in findings]
+    table = format_table(("", "", ""), rows, width=terminal_width())
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        levels = re.compile(rf"^({'|'.join(LEVEL_COLORS)})\b", re.M)
+        table = levels.sub(lambda found: f"\033[{LEVEL_COLORS[found[0]]}m{found[0]}\033[0m", table)
+    print(table, file=raw_stream(sys.stdout), flush=True)
 
 
 def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from relayrun.control.rundir.run import PLAN_NAME
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPathCache, write_atomic
 from relayrun.publishing import InputFiles, published_folder
+from relayrun.terminal import terminal_width
 from relayrun.tokens.mixture import shard_selection
 from relayrun.tokens.mixture.shard_selection import (
     CutShard,
@@ -179,19 +180,19 @@ def create_mixture(
     if links > MAX_LINKS:
         words = f"{links:,} shards would be linked, because a small dataset is repeated often"
         raise ConfigError(words, where="--weights", hint="give it less weight, or merge its shards first")
-    summary = summarise_mixture(datasets, seed)
+    shown = summarise_mixture(datasets, seed, width=terminal_width())
     if dry_run:
-        return summary
+        return shown
     report(f"linking {links:,} shards into {output}")
     with published_folder(output, replaces=lambda found: _check_former_mixture(found, output)) as building:
         with progress.Progress("linking", links, "shards"):
             for dataset in datasets:
                 _link_shards(dataset, building / dataset.name)
-        write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
+        write_atomic(building / SUMMARY_TEXT, summarise_mixture(datasets, seed).encode("utf-8", "backslashreplace"))
         write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
         read.check()
     report(f"made: {output}")
-    return summary
+    return shown
 
 
 def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import ConfigError
+from relayrun.terminal import format_table
 from relayrun.tokens.shards.prefixes import MIXTURE_FORMAT
 from relayrun.tokens.shards.shard import Shard, encode_index
 
@@ -193,12 +194,12 @@ def pass_folder(number: int) -> str:
     return f"epoch-{number + 1}" if number else ""
 
 
-def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
+def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int, *, width: int | None = None) -> str:
     """Return the printed table, which is also written beside the links: a line for each dataset, and the total. `lasts`
-    forecasts the tokens of the mixture after which a dataset has been read once."""
+    forecasts the tokens of the mixture after which a dataset has been read once. `width`: see `format_table`."""
     total = sum(dataset.tokens for dataset in datasets)
-    head = ("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")
-    rows: list[tuple[str, ...]] = [head]
+    numbers = ("tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached")
+    rows: list[tuple[str, ...]] = []
     for d in datasets:
         tokens = f"{d.tokens:,}", f"{d.available:,}", f"{d.epochs:.3f}", f"{d.available / d.weight:,.0f}"
         files = f"{d.prefixes:,}", f"{len(d.shards):,}", f"{d.size / 1e9:.3f}"
@@ -207,13 +208,7 @@ def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
     tokens = f"{total:,}", f"{sum(d.available for d in datasets):,}", "", ""
     files = f"{prefixes:,}", f"{shards:,}", f"{sum(d.size for d in datasets) / 1e9:.3f}"
     rows.append(("total", *tokens, *files, "1.0000", "1.0000", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 10)), row[10]]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    lines.insert(-1, lines[1])
+    lines = [format_table(("dataset", *(f"{name}|n" for name in numbers), "folder"), rows, width=width)]
     for dataset in datasets:
         lines += _remarks(dataset, total)
     lines.append(f"seed {seed}")

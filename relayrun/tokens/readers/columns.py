@@ -46,7 +46,7 @@ def read_column(
         with open_input(path) as raw:
             yield from read(raw, path, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
     except FileNotFoundError:
-        hint = "run prepare_dumps.py again if the dataset has changed"
+        hint = "run `relayrun dumps prepare` again if the dataset has changed"
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
         hint = "fetch the file again, then run again: what is done is kept"

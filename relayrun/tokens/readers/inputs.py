@@ -99,7 +99,9 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
     try:
         content = Path(path).read_bytes()
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError("there is no such paths file", where=path, hint="prepare_dumps.py writes them") from None
+        raise InputError(
+            "there is no such paths file", where=path, hint="`relayrun dumps prepare` writes them"
+        ) from None
     names: dict[str, None] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line:
@@ -115,7 +117,7 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
             )
         names[name] = None
     if not names:
-        raise InputError("the paths file lists no file", where=path, hint="prepare_dumps.py writes them")
+        raise InputError("the paths file lists no file", where=path, hint="`relayrun dumps prepare` writes them")
     return list(names)
 
 

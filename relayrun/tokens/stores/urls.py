@@ -336,7 +336,7 @@ def stat_file(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        hint = "run prepare_dumps.py again if the dataset has changed"
+        hint = "run `relayrun dumps prepare` again if the dataset has changed"
         raise MissingInput("this file of the paths file is missing", where=printable(path), hint=hint) from None
     return status.st_size, status.st_mtime_ns
 

@@ -15,7 +15,7 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,17 @@ from relayrun.errors import (
 )
 from relayrun.files import write_atomic
 from relayrun.leftovers import owner_may_live, process_identity
+from relayrun.progress import Progress, clear_line, has_terminal
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.readers.inventory import add_rows
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
-from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards
+from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards, input_bytes, read_status
 from relayrun.tokens.tokenize.dumps import DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.shard_folder import PROGRESS_VARIABLE
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
 _POLL_SECONDS = 0.2
@@ -56,7 +58,9 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     metadata = DumpsFolder(settings.metadata_folder)
     indices = metadata.pending()
     if not indices:
-        raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
+        raise InputError(
+            "there is no dump to tokenize", where=metadata.dumps, hint="`relayrun dumps prepare` makes them"
+        )
     load_tokenizer(settings)
     output = settings.dataset_output
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_output_files, settings.csv)
@@ -168,7 +172,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     settings.check()
     metadata = DumpsFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
-        hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
+        hint = did_you_mean_path(metadata.path) or "`relayrun dumps prepare` makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
     if not metadata.pending() and (finished := metadata.finished()):
         print(f"all {len(finished)} dumps are done")
@@ -185,8 +189,10 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
             _submit_slurm(settings, indices)
         if not wait:
             return indices
-        with on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}"):
+        going_on = on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}")
+        with going_on, _progress(metadata.path) as show:
             while metadata.live_jobs():
+                show()
                 time.sleep(10 * _POLL_SECONDS)
     _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
     return indices
@@ -205,7 +211,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
         done = len(indices) - len(set(indices) & set(pending()))
         return f"{done} of {len(indices)} dumps are done and kept; the same command goes on"
 
-    with on_interrupt(kept), contextlib.ExitStack() as ending:
+    with on_interrupt(kept), contextlib.ExitStack() as ending, _progress(settings.metadata_folder) as show:
         ending.callback(lambda: [(job.cancel(), job._process.wait()) for job in running.values()])
         while waiting or running:
             while waiting and len(running) < max_parallel:
@@ -217,9 +223,19 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 job._process.wait()  # submitit leaves reaping to the garbage collector
                 failed |= {index} & set(pending())
                 state = "failed" if index in failed else "done"
+                clear_line()
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
+            show()
             time.sleep(_POLL_SECONDS)
     return failed
+
+
+@contextlib.contextmanager
+def _progress(folder: str | os.PathLike[str]) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows on a terminal how much of the input of all dumps is read, without what was before."""
+    before, whole = input_bytes(read_status(folder)) if has_terminal() else (0, 0)
+    with Progress("tokenizing", whole - before if whole > before else None) as progress:
+        yield lambda: progress.follow(lambda: input_bytes(read_status(folder))[0] - before)
 
 
 @contextlib.contextmanager
@@ -243,6 +259,7 @@ def _tokenize_for(owner: str, settings: TokenizationSettings, index: int) -> dic
             os._exit(1)
 
     look()
+    os.environ.setdefault(PROGRESS_VARIABLE, "1")
     signal.signal(signal.SIGALRM, look)
     signal.siginterrupt(signal.SIGALRM, False)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.terminal import inert, raw_stream
+from relayrun.terminal import format_table, show_in_place, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
@@ -21,6 +21,7 @@ from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, R
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
 
+STATUS_COLUMNS = ("dump", "state", "shards", "tokens|n", "Mtok/s node|n", "Mtok/s core|n", "ETA|n", "node", "left out")
 GONE_SECONDS = 600.0
 """`watch_status` stops waiting for a stalled dump that reported nothing for so long."""
 
@@ -90,12 +91,18 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     # in this order: a dump that moves in between is in both
     pending, finished = set(metadata.pending()), set(metadata.finished())
     if not finished and not pending:
-        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
     now, sizes = time.time() if now is None else now, metadata.sizes()
     return [
         _read_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
         for index in sorted(finished | pending)
     ]
+
+
+def input_bytes(dumps: Iterable[DumpStatus]) -> tuple[int, int]:
+    """Return the bytes of input that are tokenized, and all."""
+    pairs = [(each.finished_bytes + sum(task.bytes_read for task in each.running), each.bytes) for each in dumps]
+    return sum(read for read, _ in pairs), sum(whole for _, whole in pairs)
 
 
 def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
@@ -111,7 +118,7 @@ def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: f
 
 def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
     """Return the tokens per byte of the files read so far; 0 before the first."""
-    read = sum(dump.finished_bytes + sum(task.bytes_read for task in dump.running) for dump in dumps)
+    read, _ = input_bytes(dumps)
     tokens = sum(dump.finished_tokens + sum(t.tokens for t in dump.running if t.bytes_read) for dump in dumps)
     return tokens / read if read else 0.0
 
@@ -119,9 +126,7 @@ def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
 def status_table(dumps: Sequence[DumpStatus]) -> str:
     """Format a line per dump, the totals, and the failures for the terminal."""
     density = mean_tokens_per_byte(dumps)
-    rows: list[tuple[str, ...]] = [
-        ("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")
-    ]
+    rows: list[tuple[str, ...]] = []
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
         state = str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-"
@@ -133,10 +138,9 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     done, nodes = sum(d.state == "done" for d in dumps), {task.node for d in dumps for task in d.running}
     speed = f"{tokens:,}", _rate(now), _rate(tokens / seconds if seconds > 0 else 0.0), _duration(left)
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = format_table(STATUS_COLUMNS, rows, width=terminal_width())
     steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
-    return "\n".join([*lines, *steps, *_failures(dumps)])
+    return "\n".join([table, *steps, *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
@@ -154,22 +158,17 @@ def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
 def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
     """Print the table every `seconds`, on a terminal in place, until no dump is left to wait for. Returns True if all
     dumps are done; the others have failed. Raises InputError."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    console = Console(file=raw_stream(sys.stdout), highlight=False)
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
-        while True:
-            dumps = read_status(metadata_folder)
-            text = f"{time.strftime('%F %T')}\n{status_table(dumps)}"
-            if live is None:
-                print(text, flush=True)
-            else:
-                live.update(Text(inert(text), no_wrap=True, overflow="crop"), refresh=True)
-            if (done := all_dumps_done(dumps, now=time.time())) is not None:
-                return done
-            time.sleep(seconds)
+    lines = 0
+    while True:
+        dumps = read_status(metadata_folder)
+        text = f"{time.strftime('%F %T')}\n{status_table(dumps)}"
+        if sys.stdout.isatty():
+            lines = show_in_place(text, lines)
+        else:
+            print(text, flush=True)
+        if (done := all_dumps_done(dumps, now=time.time())) is not None:
+            return done
+        time.sleep(seconds)
 
 
 def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:

@@ -37,7 +37,7 @@ class TokenizationSettings(TokenizeOptions):
     tokenizer_name: FileName
     dataset_name: FileName
     metadata_folder: OutputPath
-    """Folder written by prepare_dumps.py."""
+    """Folder written by `relayrun dumps prepare`."""
     output_folder: OutputPath
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""

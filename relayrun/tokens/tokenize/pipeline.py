@@ -17,6 +17,7 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
+from relayrun.progress import Progress, clear_line
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
@@ -190,18 +191,24 @@ def _begin_tasks(
 
 
 def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: TokenizeContext, workers: int) -> None:
+    read, whole = 0, sum(file[1] for part in todo for file in part.inputs)
 
     def on_done(part: ShardTask, task: TaskRecord) -> None:
+        nonlocal read
+        read += sum(file[1] for file in part.inputs)
         folder.add(part.name, task)
+        clear_line()
         print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
         for skipped in task.skipped:
             log.warning("left out: %s", skipped.error)
         if task.bad_lines:
             lines, first = describe_bad_lines(task.bad_lines), task.bad_line_examples[0]
             log.warning("%s: left out: %s, the first is %s", part.name, lines, first)
+        progress.follow(lambda: read)
 
     try:
-        run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
+        with Progress("tokenizing", whole) as progress:
+            run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
     finally:
         folder.drop_temporary()
         shard_folder.clear_progress(folder.path)

@@ -74,7 +74,7 @@ def run_trials(
     paths_files = [metadata.paths_file(index) for index in metadata.pending()]
     paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
     if not paths_files:
-        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
     dataset = metadata.dataset()
     names = read_paths_file(paths_files[0])
     trials = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from relayrun.terminal import print_rows
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount, NodeTimeAccount
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
 from relayrun.watch.text import format_exact_seconds
@@ -55,6 +56,9 @@ class AccountTable(NamedTuple):
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    def print(self) -> None:
+        print_rows(self.columns, self.rows, title=self.title)
 
 
 def account_tables(account: NodeTimeAccount) -> list[AccountTable]:

@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayrun.watch.text import parse_column_header
+from relayrun.terminal import parse_column_header
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -104,6 +104,7 @@ def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
     steps = page.plan.end_iteration
     durable = page.checkpoints[-1].iteration if page.checkpoints else 0
     figures = [
+        ("state", page.status.state),
         ("iteration", f"{last.get('iteration', 0):,.0f}" + (f" of {steps:,}" if steps else "")),
         ("loss", format_optional(last.get("loss"), ".4f")),
         ("saved", f"{durable:,}"),
@@ -232,6 +233,7 @@ def _checkpoint_rows(page: RunReportData) -> list[tuple[str, ...]]:
 def _side_by_side_row(page: RunReportData) -> tuple[str, ...]:
     return (
         page.name,
+        page.status.state,
         f"{page.last.get('iteration', 0):,.0f}",
         format_optional(page.last.get("loss"), ".4f"),
         ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.errors import RelayrunError
 from relayrun.files import read_json
 from relayrun.tokens.order.schedule import Schedule
@@ -23,6 +24,8 @@ from relayrun.watch.goodput.attribution import Mask
 from relayrun.watch.goodput.facts import NodeAllocation, read_run_facts
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
+from relayrun.watch.status.queue import QueueStatus, query_queue
+from relayrun.watch.status.summary import RunSummary, summarize_run
 
 SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
 """Metrics with a chart."""
@@ -80,8 +83,7 @@ class RunReportData:
     changes: Sequence[ConfigChange]
     config: str
     """The newest revision of the config."""
-    stop: str | None
-    """Reason of the chain's end; None if it has not ended."""
+    status: RunSummary
 
     @property
     def name(self) -> str:
@@ -137,6 +139,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     checkpoints = Lineage(run).line()
     data, missing = datasets_read(run, max(0, checkpoints[-1].consumed_samples) if checkpoints else 0)
     newest = max(run.revisions(), default=None)
+    queue = QueueStatus() if is_stopped(run) else query_queue(run, brief=True)
     return RunReportData(
         run=run,
         plan=facts.plan,
@@ -153,7 +156,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         data_missing=missing,
         changes=_config_changes(run),
         config="" if newest is None else run.config_revision(newest).read_text(encoding="utf-8", errors="replace"),
-        stop=stop_reason(run),
+        status=summarize_run(run, queue, now=time.time() if now is None else now),
     )
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
 from relayrun.progress import Progress, counted
 from relayrun.publishing import published_file
+from relayrun.terminal import terminal_width
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, read_run_facts
-from relayrun.watch.text import text_table
+from relayrun.watch.goodput.tables import AccountTable
+from relayrun.watch.status.summary import PLANNED_CAUSES
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
@@ -95,7 +95,7 @@ def _attempt_row(allocation: NodeAllocation, facts: AttemptFacts) -> AttemptRow:
     )
 
 
-def attempts_table(report: AttemptsAndLosses) -> Table:
+def attempts_table(report: AttemptsAndLosses) -> AccountTable:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
     columns = ("attempt|n", "ended", "why", "iterations|n", "saved|n", "tokens|n", "wall s|n", "tokens/s|n")
     rows = [
@@ -111,16 +111,16 @@ def attempts_table(report: AttemptsAndLosses) -> Table:
         )
         for row in report.attempts
     ]
-    return text_table(columns, rows, title=f"attempts of {report.run.path.name}")
+    return AccountTable(f"attempts of {report.run.path.name}", columns, rows)
 
 
-def terminal_curve(report: AttemptsAndLosses, *, width: int = 90, height: int = 20) -> str:
+def terminal_curve(report: AttemptsAndLosses, *, height: int = 20) -> str:
     """Return the loss curve as text, with a line at the begin of each attempt."""
     import plotext
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plot_size(width, height)
+    plotext.plot_size(min(90, terminal_width() or 90), height)
     plotext.plot(report.iterations, report.losses, marker="braille", label="training loss")
     for name, points in report.validation.items():
         plotext.scatter([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
@@ -144,7 +144,7 @@ def write_png(report: AttemptsAndLosses, path: Path) -> None:
         loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
     for row in filter(lambda row: row.trained, report.attempts):
         left, right = row.first_iteration - 0.5, row.last_iteration + 0.5
-        loss.axvspan(left, right, color=_colour(row), alpha=0.12, linewidth=0, zorder=0)
+        loss.axvspan(left, right, color=attempt_colour(row), alpha=0.12, linewidth=0, zorder=0)
     loss.set(xlabel="iteration", ylabel="nats per token")
     loss.legend(loc="upper right")
     with published_file(path) as temporary:
@@ -159,10 +159,10 @@ def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
     for place, row in enumerate(report.attempts):
         end = last if row.seconds is None else row.start_time + row.seconds
         left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
-        axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
+        axes.barh(place, width, left=left, height=0.55, color=attempt_colour(row), alpha=0.35)
         axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=10)
         times = [(time - begin) / scale for time, _ in row.commits]
-        axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
+        axes.plot(times, [place] * len(times), "o", color=attempt_colour(row), markersize=4)
         if times and place + 1 < len(report.attempts):  # the next attempt starts from it
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
@@ -170,5 +170,6 @@ def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
     axes.set_title("attempts, and the checkpoints that they handed on", fontsize=11, loc="left")
 
 
-def _colour(row: AttemptRow) -> str:
-    return f"C{(row.number - 1) % 10}"
+def attempt_colour(row: AttemptRow) -> str:
+    """Return matplotlib's colour of an attempt: red (C3) if it failed."""
+    return f"C{(0, 1, 2, 4, 9)[row.number % 5] if row.cause in (*PLANNED_CAUSES, 'running') else 3}"

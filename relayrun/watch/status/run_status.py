@@ -66,7 +66,7 @@ class RunStatus(RunSummary):
     last_job: JobEnd | None
     """End of the newest job, if no job runs and the scheduler remembers it."""
     go_on: str | None
-    """The command that continues a broken chain, or lets a blocked job start."""
+    """The command that continues a failed chain, or lets a blocked job start."""
     phase: str | None
     """Phase of the slowest node of a running attempt: start, step, save or evaluation."""
     leave_time: float | None
@@ -127,6 +127,11 @@ class RunStatus(RunSummary):
     disk: list[str] = field(default_factory=list)
     """File systems of the run that are full, or too full for a checkpoint, each as a sentence with what could go."""
 
+    @property
+    def has_job(self) -> bool:
+        """True if a job of the chain runs, or waits and can start."""
+        return self.state == "running" or (self.state == "queued" and bool(self.jobs or self.fallback_jobs))
+
 
 def read_run_status(
     run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
@@ -149,11 +154,10 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     failed_restarts = restarts.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if records.running and newest is not None else []
     end_time = newest.job_end_time(begin) if newest is not None and begin is not None and records.running else None
-    living = records.state != "stopped"
-    quotas, quota_complaint = _quotas(run) if living else ([], None)
+    quotas, quota_complaint = _quotas(run) if records.living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
-    resume = [shlex.join(["relayrun", "resume", str(run.path)])] if records.state == "broken" else []
+    resume = [shlex.join(["relayrun", "resume", str(run.path)])] if records.broken else []
     mend = resume or [command for _, command in blocked_jobs(run, queue.jobs, queue.reasons)]
     return RunStatus(
         **vars(records.summary(cache)),
@@ -229,7 +233,7 @@ def _full_file_systems(records: RunRecords) -> list[str]:
         with contextlib.suppress(OSError):
             free = {each.kind: each.limit - each.used for each in file_system_limit(place)}
             kind: storage_limits.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
-            needed = newest if place == run.checkpoints and records.state != "stopped" and kind == "bytes" else 0
+            needed = newest if place == run.checkpoints and records.living and kind == "bytes" else 0
             if free.get(kind, MIN_FREE_BYTES) < (MIN_FREE_BYTES if kind == "bytes" else 1):
                 words = f"full: {max(0, free[kind]):,} {kind} left below {place}"
                 words += f"; no job can record anything until some is freed{_newest_record(records)}"

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relayrun.control.scheduler.base import Job
-from relayrun.terminal import inert
+from relayrun.terminal import format_table, terminal_width
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import DamagedRun, describe_job_end
 from relayrun.watch.status.tables import cron_check_line
-from relayrun.watch.text import format_optional, format_seconds, format_time, print_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from relayrun.watch.text import format_optional, format_seconds, format_time
 
 _USED_AGAIN = " (used again: there are too few others)"
 
 
-def print_run_status(status: RunStatus, *, now: float) -> None:
-    """Print the status; without rich as plain lines."""
-    if importlib.util.find_spec("rich"):
-        print_table(run_status_table(status, now=now))
-        return
-    for name, text in _lines(status, now):
-        if text:
-            print(f"{name:15} {inert(text)}")
-
-
-def run_status_table(status: RunStatus, *, now: float) -> Table:
+def run_status_table(status: RunStatus, *, now: float) -> str:
     """Return a table with one fact of the run per line; facts without a value are omitted."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _lines(status, now):
-        if text:
-            table.add_row(name, escape(text))
-    return table
+    facts = [each for each in _lines(status, now) if each[1]]
+    return format_table(("", ""), facts, title=status.run, width=terminal_width())
 
 
 def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:

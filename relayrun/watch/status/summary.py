@@ -34,14 +34,16 @@ from relayrun.watch.status.queue import QueueStatus
 
 PACE_ATTEMPTS = 5
 """Number of attempts from which the pace is computed."""
-ChainState = Literal["running", "queued", "waiting", "stopped", "blocked", "broken", "idle", "unknown"]
-"""State of a chain.
+RunState = Literal["done", "stopped", "failed", "running", "queued", "blocked", "unknown"]
+"""State of a run, in every command and page.
 
-waiting: its sweep, or the stage before it, starts it later. blocked: its waiting job never starts unless a
-person changes something. broken: it has not ended, and no job that continues it is
-queued or running. idle: a chain of one job (`auto_requeue: false`) ended as planned, or a submit is under way. unknown:
-the scheduler did not answer, or hides another user's jobs, and STOP does not exist.
+done, stopped, failed: as in STOP; without STOP, a chain of one job (`auto_requeue: false`) has ended as planned (done,
+stopped), or no job that continues the chain is queued or running (failed). queued: a job waits, a submit is under way,
+or the run's sweep or the stage before it starts it later. blocked: its waiting job never starts unless a person changes
+something. unknown: the scheduler did not answer, or hides another user's jobs.
 """
+UNFINISHED_STATES = ("running", "queued", "unknown")
+"""States in which a job may write into the run's directory, now or later."""
 PLANNED_CAUSES = ("done", "saved", "exit")
 """Planned causes of an end: a chain of one job has done its work, and nothing is lost."""
 
@@ -53,7 +55,7 @@ class RunSummary:
     run: str
     """Name of the run, as project/name."""
     path: str
-    state: ChainState
+    state: RunState
     stop: str | None
     """Reason of the chain's end; None if it has not ended."""
     stop_state: ChainEndState | None
@@ -138,9 +140,9 @@ class RunRecords:
         self.last_end = self.ended[1] if self.ended and not open_ else None
         """End of the newest attempt; None while it runs."""
         self.stop = read_stop(run)
-        self.state = _chain_state(run, plan, queue, self.stop, self.last_end)
-        if queue.hidden and self.stop is None:
-            self.state = "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
+        self.state = run_state(run, plan, queue, self.stop, self.last_end, now=now)
+        self.living = self.stop is None or self.state == "running"
+        self.broken = self.living and self.state == "failed"
         working = [job.id for job in queue.jobs if not job.waits]
         over = self.begin is not None and bool(working) and self.begin.job_id not in working  # no job could record it
         self.running = open_ and self.state in ("running", "unknown") and not over
@@ -152,7 +154,7 @@ class RunRecords:
         durable, begin = self.durable, self.begin
         saved = next((c.commit for c in self.lineage.backwards() if durable and c.commit.path == durable.path), None)
         broken = None
-        if self.state == "broken":
+        if self.broken:
             broken = explain_broken_chain(self.run, self.plan, self.queue, begin, self.last_end)
         elif self.state == "blocked":
             broken = "; ".join(words for words, _ in blocked_jobs(self.run, self.queue.jobs, self.queue.reasons))
@@ -232,17 +234,19 @@ def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
         return None, error.message
 
 
-def _chain_state(
-    run: Run, plan: Plan, queue: QueueStatus, stop: ChainEnd | None, last_end: AttemptEnd | None
-) -> ChainState:
-    """`last_end`: the end of the newest attempt, if it has ended."""
+def run_state(
+    run: Run, plan: Plan, queue: QueueStatus, stop: ChainEnd | None, last_end: AttemptEnd | None, *, now: float
+) -> RunState:
+    """Return the state of a run. `last_end`: the end of the newest attempt, if it has ended."""
+    if queue.hidden and stop is None:
+        return "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
     at_work = [job for job in queue.jobs if not job.waits]
     if plan.chain.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
         at_work = [job for job in at_work if job.state != "COMPLETING"]
     if at_work:
         return "running"
     if stop is not None:
-        return "stopped"
+        return stop.state
     if queue.error is not None:
         return "unknown"
     waiting = [job for job in queue.jobs if job.waits and job.id not in queue.abandoned]
@@ -251,13 +255,13 @@ def _chain_state(
         return "queued"
     if blocked:
         return "blocked"
-    if not all(slurm_states.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):
+    starts = not all(slurm_states.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs)
+    if starts or _submit_under_way(run) or campaign.waits_for_campaign(run):
         return "queued"
-    planned = not plan.chain.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
-    newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
-    if (planned and newest) or _submit_under_way(run):
-        return "idle"
-    return "waiting" if campaign.waits_for_campaign(run) else "broken"
+    newest = last_end if last_end is not None and last_end.attempt > plan.submitted_after_attempt else None
+    if newest is None or plan.chain.auto_requeue or newest.cause not in PLANNED_CAUSES:
+        return "failed"
+    return "done" if newest.cause == "done" else "stopped"
 
 
 def _submit_under_way(run: Run) -> bool:

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from relayrun.terminal import format_table, terminal_width
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import format_optional, format_seconds, parse_column_header, print_table, text_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from relayrun.watch.text import format_optional, format_seconds
 
 FIGURE_COLUMNS = ("attempt|n", "iteration", "left|n", "loss|n", "tokens/s|n", "saved|n", "age|n")
 RUN_COLUMNS = ("run", "state", *FIGURE_COLUMNS, "the last end")
-MAX_FOLDED_ROWS = 200
-"""Largest table that is folded to the width of a terminal: a thousand rows take a second."""
 
 
-def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
-    """Print one line per run."""
-    cell_len: Callable[[str], int] = len
-    with contextlib.suppress(ModuleNotFoundError):  # relayrun.pyz has no rich
-        cell_len = importlib.import_module("rich.cells").cell_len
-    if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
-        print_table(runs_table(found))
-        return
-    columns = list(map(parse_column_header, RUN_COLUMNS))
-    rows = [[name for name, _ in columns], *map(_run_cells, found)]
-    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            " " * (width - cell_len(text)) + text if is_number else text + " " * (width - cell_len(text))
-            for text, width, (_, is_number) in zip(row, widths, columns, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
-
-
-def runs_table(found: Sequence[RunSummary | DamagedRun]) -> Table:
-    """Return a table with one line per run; a damaged run shows its error."""
-    return text_table(RUN_COLUMNS, map(_run_cells, found))
+def runs_table(found: Sequence[RunSummary | DamagedRun]) -> str:
+    """Return a table of runs that fits the terminal; a damaged run shows its error."""
+    return format_table(RUN_COLUMNS, map(_run_cells, found), width=terminal_width())
 
 
 def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
