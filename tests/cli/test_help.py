@@ -43,7 +43,7 @@ FOUND = {
     "quota full": "clusters",
     "convert llama weights": "export",
     "operator": "operators",
-    "firewall": "security-of-jobs",
+    "firewall": "operators",
     "slurmctld load": "operators",
     "exit codes of jobs": "run-directory",
     "contribute a change": "contributing",

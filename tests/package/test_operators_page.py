@@ -1,4 +1,4 @@
-"""The commands and names of docs/reference/operators.md, and of the probe in docs/how-to/clusters.md, are the code's."""
+"""The commands and names of docs/reference/operators.md, and of the probe, are those of the code."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_the_commands_stop_each_chain_once_as_its_owner(tmp_path: Path) -> None:
 def test_the_probe_of_the_page_and_its_facts() -> None:
     (block,) = blocks("bash probe", CLUSTERS)
     assert callable(cli.parse(shlex.split(block)[1:]).run)
-    section = CLUSTERS.partition("## Probe a cluster")[2].partition("\n## ")[0]
+    section = OPERATORS.partition("## What a probe writes")[2].partition("\n## ")[0]
     named = {name for row in re.findall(r"^\| (`.*?) \|", section, re.M) for name in re.findall(r"`(\w+)`", row)}
     source = (ROOT / "relayrun/lab/site_probe.py").read_text(encoding="utf-8")
     assert all(f'"{name}"' in source for name in named - {"probed"})
-    shown = re.search(r"probed: (.*)", section)
+    shown = re.search(r"probed: (.*)", CLUSTERS)
     assert shown is not None
     assert {each.partition(":")[0] for each in shown[1].split("; ")} <= named
