@@ -27,7 +27,7 @@ from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.merged_metrics import newest_valid_lines
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, user_name
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.facts import read_run_facts
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
@@ -36,7 +36,7 @@ from relayrun.watch.status.summary import DamagedRun, RunSummary
 
 Value = float | int | None
 Samples = Iterator[tuple[str, Mapping[str, str], Value]]
-"""Name of a metric, its labels beside `run`, and a value; None leaves the sample out."""
+"""Name of a metric, its labels beside `run` and `user`, and a value; None leaves the sample out."""
 
 METRICS = {
     "run_state": "1 for the present state of the chain",
@@ -75,11 +75,13 @@ class RunsCollector:
         now, families = time.time(), dict[str, GaugeMetricFamily | CounterMetricFamily]()
         for found in self._watcher.summaries(self._runs(), now=now):
             name = found.path if isinstance(found, DamagedRun) else found.run
-            for metric, labels, value in run_samples(found, now=now):
-                if value is not None:
-                    kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
-                    new = kind(f"relayrun_{metric}", METRICS[metric], labels=["run", *labels])
-                    families.setdefault(metric, new).add_metric([name, *labels.values()], float(value))
+            with contextlib.suppress(OSError):  # the run was removed meanwhile
+                own = {"run": name, "user": user_name(Path(found.path).stat().st_uid)}
+                for metric, further, value in run_samples(found, now=now):
+                    if value is not None:
+                        kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
+                        new = kind(f"relayrun_{metric}", METRICS[metric], labels=[*own, *further])
+                        families.setdefault(metric, new).add_metric([*own.values(), *further.values()], float(value))
         yield from families.values()
 
 
@@ -141,8 +143,7 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
     yield "last_step_timestamp_seconds", {}, found.step_time
     for name in ("iteration", "loss", "tokens_per_second", "durable_iteration"):
         yield name, {}, getattr(found, name)
-    if found.durable_age is not None:
-        yield "durable_timestamp_seconds", {}, now - found.durable_age
+    yield "durable_timestamp_seconds", {}, None if found.durable_age is None else now - found.durable_age
     if left is not None:
         yield "remaining_seconds", {}, left.seconds
         yield "remaining_node_seconds", {}, left.node_hours * 3600
@@ -159,11 +160,9 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
 
 def _account_samples(account: NodeTimeAccount) -> Samples:
     yield "attempts_total", {}, len(account.allocations)
-    ends = Counter(each.cause for each in account.allocations if each.cause != "running")
-    for cause, count in ends.items():
+    for cause, count in Counter(each.cause for each in account.allocations if each.cause != "running").items():
         yield "attempt_ends_total", {"cause": cause}, count
-    attempts = [each.allocation.facts for each in account.allocations]
-    failed = [each for facts in attempts if facts is not None for each in facts.failed_restarts]
+    failed = [each for own in account.allocations if (facts := own.allocation.facts) for each in facts.failed_restarts]
     causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
     for cause in ("node", "rank", "other"):
         yield "rank_restarts_total", {"cause": cause}, causes[cause]

@@ -114,6 +114,15 @@ def test_a_person_takes_a_node_back(stage: Stage, lines: bool, successor: str) -
     assert (waiting_job(stage)["exclude"] == "") == lines
 
 
+def test_a_job_that_queues_itself_again_keeps_its_nodes(stage: Stage) -> None:  # noqa: F811
+    """As docs/reference/failure-modes.md says of `chain.mode: requeue`."""
+    plan_with(Plan.load(stage.run), mode="requeue", fallback_job=False).write(stage.run.plan)
+    struck(stage, "n1")
+    assert fresh_begin(stage).code == 0
+    ended(stage)
+    assert waiting_job(stage)["exclude"] == ""
+
+
 def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
     """The attempt's last restart has lost these nodes; Slurm has not noticed yet."""
     failed_restart = FailedRestart(

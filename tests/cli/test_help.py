@@ -42,6 +42,14 @@ FOUND = {
     "preemption": "failure-modes",
     "quota full": "clusters",
     "convert llama weights": "export",
+    "operator": "operators",
+    "firewall": "operators",
+    "slurmctld load": "operators",
+    "exit codes of jobs": "run-directory",
+    "contribute a change": "contributing",
+    "pull request": "contributing",
+    "run the tests": "contributing",
+    "make a release": "contributing",
 }
 """What people search for, and a page or setting that has to be among the five."""
 

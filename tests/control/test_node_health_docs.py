@@ -11,6 +11,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
+from relayrun.config.compose.yaml_file import dump_yaml
 from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.run import Run
@@ -81,3 +82,13 @@ def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
 def test_what_is_no_limit_is_refused(tmp_path: Path, chain: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve.load_run_config(Workspace.make(tmp_path).config("run", chain=chain))
+
+
+def test_a_check_that_nothing_would_run_is_refused(tmp_path: Path) -> None:
+    own = {"trainer": "command", "command": {"run": ["true"]}, "chain": {"node_health_command": ["/opt/site/nhc"]}}
+    path = tmp_path / "run.yaml"
+    run = {"project": "p", "name": "n", "job": {"nodes": 1, "time": 10}, "cluster": SLURM}
+    path.write_text(dump_yaml(run | own), encoding="utf-8")
+    assert resolve.load_run_config(path, ["chain.recovery=node"]).chain.node_health_command
+    with pytest.raises(ConfigError, match="the trainer native alone checks nodes"):
+        resolve.load_run_config(path)

@@ -91,3 +91,14 @@ def test_a_trigger_is_not_touched_through_a_link(tmp_path: Path, name: triggers.
     with pytest.raises(NotADirectoryError):
         triggers.touch_trigger(run, name)
     assert [(path.name, path.stat().st_mtime) for path in mine.iterdir()] == [("old", 1.0)]
+
+
+def test_a_run_directory_that_its_owner_closed_stays_closed(tmp_path: Path) -> None:
+    """As docs/explanation/trust.md says: a later submit opens `triggers/` again, and no folder above it."""
+    run = Run(tmp_path / "run")
+    run.path.mkdir(mode=0o755)
+    triggers.create_trigger_folder(run)
+    run.path.chmod(0o744)
+    run.triggers.chmod(0o700)
+    triggers.create_trigger_folder(run)
+    assert (run.path.stat().st_mode & 0o777, run.triggers.stat().st_mode & 0o7777) == (0o744, 0o2770)

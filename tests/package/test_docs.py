@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+
+from relayrun import cli
+from tests.readme import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -92,3 +96,15 @@ def test_the_index_of_decisions_has_all_with_their_dates() -> None:
         assert path.name.startswith(f"{number}-")
         expected.append((number, path.name, words, found[2]))
     assert sorted(rows) == expected
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_commands_for_contributors_are_there() -> None:
+    assert set(re.findall(r"^```(\w+ \w+)$", CONTRIBUTING, re.M)) == {"bash training", "bash wandb"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", CONTRIBUTING, re.M)) <= targets
+    (block,) = blocks("bash training", CONTRIBUTING)
+    calls = re.findall(r"relayrun ((?:submit|report) [^\n)]*)", block.replace('"', ""))
+    assert [callable(cli.parse(shlex.split(call)).run) for call in calls] == [True] * 3

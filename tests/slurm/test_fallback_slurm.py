@@ -17,6 +17,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.watch.status import queue
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.readme import ROOT, blocks
 
 from .cluster import QueuedJob, TestCluster
 from .conftest import MakeCluster
@@ -25,6 +26,7 @@ from .test_law_slurm import begin_of, host_python, pending, program
 
 pytestmark = pytest.mark.slurm
 
+OPERATORS = (ROOT / "docs/reference/operators.md").read_text(encoding="utf-8")
 WITH_FALLBACK = SLURM | {"nodes": 1, "fallback_job": True}
 
 
@@ -78,6 +80,8 @@ def test_a_batch_script_that_is_killed_inside_begin_does_not_end_the_chain(
     if numbers == "1 3":
         first = next_job(cluster, plan, killed=first)
     wait_for_iteration(cluster, run)
+    listed = blocks("bash operator", OPERATORS)[0].replace("--user=ada", "--me")
+    assert cluster.run(["bash", "-c", listed]).stdout == f"{run.path}\n"
     assert begin_of(run, 1).job_id == first
     assert "exclude" not in begin_of(run, 1).options
     cluster.wait_until(lambda: len(fallback_jobs(cluster, plan)) == 1, what="one fallback job")

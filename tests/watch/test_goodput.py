@@ -193,8 +193,8 @@ def test_the_commands_of_the_page_and_what_it_shows(
 
 
 def test_the_table_of_the_page_is_that_of_the_program() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", PARTS_PAGE, re.M)
-    assert rows == [(part.name, part.words) for part in PARTS]
+    rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| (.+) \|$", PARTS_PAGE, re.M)
+    assert rows == [(part.name, part.group, part.words) for part in PARTS]
 
 
 def test_a_run_without_an_attempt_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,9 @@ import relayrun.watch
 from relayrun.cli import main
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.errors import user_name
 from tests.history import make_history, queue_is_run
+from tests.owners import give_away
 from tests.plans import plan_with
 from tests.waiting import wait_for
 
@@ -70,7 +72,8 @@ def test_the_text_has_each_figure_once_and_at_most_60_series_a_run(
     for name in ("iteration", "durable_iteration"):
         assert [each.value for each in found[f"relayrun_{name}"]] == [300]
     assert (found["relayrun_mfu_ratio"][0].value, found["relayrun_tokens_per_second"][0].value) == (0.41, 412345.6789)
-    assert found["relayrun_run_state"][0].labels == {"run": "tests/history", "state": "running"}
+    owner = user_name(run.path.stat().st_uid)
+    assert found["relayrun_run_state"][0].labels == {"run": "tests/history", "user": owner, "state": "running"}
     assert found["relayrun_budget_node_seconds"][0].value == 360000
     assert found["relayrun_budget_used_node_seconds"][0].value == 9000
     assert sum(each.value for each in found["relayrun_node_seconds"]) == 9000
@@ -94,6 +97,19 @@ def test_a_damaged_run_and_a_run_that_waits_do_not_hide_the_others(
         "tests/history": "running",
         str(other.path): "damaged",
     }
+
+
+def test_runs_of_two_users_with_one_name_are_told_apart(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Run(run.path.with_name("theirs"))
+    shutil.copytree(run.path, other.path)
+    give_away(monkeypatch, other.path)
+    assert main(["metrics", str(run.path), str(other.path)]) == 0
+    series = [each for several in samples(capsys.readouterr().out).values() for each in several]
+    labels = [(each.name, *sorted(each.labels.items())) for each in series]
+    assert len(set(labels)) == len(labels)
+    assert len({each.labels["user"] for each in series}) == 2
 
 
 def test_a_file_is_replaced_at_once_and_readable_by_the_collector(run: Run, tmp_path: Path) -> None:

@@ -60,11 +60,13 @@ class CommonConfig(Section):
     @model_validator(mode="after")
     def _recovered(self) -> Self:
         if self.chain.recovery == "job":
+            why = ""
             if self.job.spare_nodes:
-                raise ValueError(
-                    "job.spare_nodes: a spare node takes the place of another one inside the job; "
-                    "set chain.recovery=node, or leave it out"
-                )
+                why = "job.spare_nodes: a spare node takes the place of another one inside the job"
+            elif self.chain.node_health_command and self.trainer != "native":
+                why = "chain.node_health_command: without agents the trainer native alone checks nodes"
+            if why:
+                raise ValueError(f"{why}; set chain.recovery=node, or leave it out")
             return self
         if self.debug.profile == "nsys" and self.trainer == "native":
             raise ValueError(
@@ -96,8 +98,7 @@ class CommonConfig(Section):
 
     @model_validator(mode="after")
     def _scored(self) -> Self:
-        own = self.evaluation
-        if own is None:
+        if (own := self.evaluation) is None:
             return self
         if self.checkpoint_section is not None:
             interval = self.checkpoint_section.interval
