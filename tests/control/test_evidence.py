@@ -171,3 +171,10 @@ def test_the_same_error_at_the_same_place_in_two_attempts_is_seen(tmp_path: Path
     assert not end_of(run, plan, 3, TRACEBACK.replace("line 9", "line 10")).same
     again = "socket.gaierror: [Errno -2] Name or service not known\n"
     assert not any(end_of(run, plan, number, again).same for number in (4, 5))
+
+
+def test_a_node_that_is_found_unfit_does_not_end_the_chain_whatever_words_it_is_told_in() -> None:
+    """`Permission denied` alone comes again; a look at the node says that another may be well."""
+    words = "UnhealthyNode: ranks cannot train on n0: cannot be written: /tmp: Permission denied"
+    assert fatal("", [failure(0, words)], ntasks=1, nodes=1) is None
+    assert fatal("", [failure(0, "PermissionError: [Errno 13] Permission denied: 'x'")], ntasks=1, nodes=1) is not None

@@ -66,7 +66,7 @@ def test_what_cannot_be_converted_fails_the_job_with_one_error(cluster: TestClus
     shard.write_bytes(whole[:-1000])
     (cluster.work / "taken").mkdir()
     wrong = {
-        "nowhere: no run directory": (run.path.with_name("nowhere"), "failed/nothing"),
+        "nowhere: there is no such run": (run.path.with_name("nowhere"), "failed/nothing"),
         f"{shard.name} has {len(whole) - 1000} bytes, not {len(whole)}": (run.path, "failed/torn", "--iteration", "12"),
         "no checkpoint of iteration 7": (run.path, "failed/iteration", "--iteration", "7"),
         "taken": (run.path, "taken"),
