@@ -28,17 +28,20 @@ WORDS_CHARACTERS = 500
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?(?: +(?:ERROR|CRITICAL)\b:?)?"
-_LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
+_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
+_LEVEL = r"(?: [\w.-]+\[\w+\])?(?: +(?:ERROR|CRIT(?:ICAL)?|FATAL)\b:? ?)?"
+_LABEL = re.compile(rf"(?:\s*(?:{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
-_RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
-_FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
+_RAISED = re.compile(
+    r"(?!(?:INFO|DEBUG|NOTE|WARN\w*|ERROR):)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S
+)
+_FRAME = re.compile(r' *File "([^"]+)", line (\d+)(, in )?')
 _HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
 """A label before a traceback that is no rank's: pdsh writes the name of the node."""
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|(?:tar|gzip|rsync|cp): |nvcc (?:fatal|error) *: "
+    r"|(?:tar|gzip|rsync|cp): |(?:nvcc|ptxas|nvlink) (?:fatal|error) *: |fatal error: "
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
@@ -47,17 +50,24 @@ _LAST_WORDS = re.compile(
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
+_OF_SLURM = ("srun: ", "slurmstepd")
 _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
 _FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling")
+_TROUBLE = ("Traceback", "The above exception", "During handling", 'File "')
 """Words that mean something besides those of the table."""
-_SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
+_SLURM_ENDED = re.compile(
+    r"CANCELLED AT \S+ \*|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I
+)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
-_CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
+_NAMED = re.compile(r"\w+(?:Error|Exception)\w*[:(]")
+"""The name of an exception in the message of another one."""
+_CONTINUED = re.compile(
+    r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error|InductorError"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +125,18 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
 
 def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     """Return which of the words found in a log say why the program ended; None if no line does."""
-    alive = _not_survived(log.splitlines(), found)
+    lines = log.splitlines()
+    cancelled = next((each for each in found if each.name == "cancelled"), None)
+    if cancelled and (found[0] is not cancelled or any(map(_TASK_EXIT.match, lines[: cancelled.line]))):
+        found = [each for each in found if each.name != "cancelled"]  # a consequence
+    alive = _not_survived(lines, found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
     own = [each for each in alive if not each.secondary]
     final = [each for each in own if each.place or each is ended or each.name in ("syntax", "variable")]
     spoken = [each for each in own if each.last and not _is_passed_over(each, final)]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
+    if all(each.name in _OF_DRIVER for each in sick[:1]):
+        sick = [each for each in alive if each.name in _OF_KERNEL] + sick
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     near = next((each.line for each in named if not _saw_another_go(each)), len(log))
@@ -175,8 +191,8 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             frames[of] = _IGNORED if ignored else ""
             if of not in chained:
                 threads = threads | {of} if number and _OF_THREAD.search(lines[number - 1]) else threads - {of}
-        elif of in frames and text[0] == " ":
-            if frames[of] != _IGNORED and (frame := _FRAME.match(text)):
+        elif text[0] == " " and (of in frames or 'File "' in text):
+            if frames.get(of) != _IGNORED and (frame := _FRAME.match(text)) and (of in frames or frame[3]):
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
         elif frames.get(of) == _IGNORED:
             del frames[of]
@@ -200,21 +216,22 @@ def _statement(
     lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
 ) -> Statement | None:
     """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
-    raised, signature = place is not None, table.classify(text)
+    raised, signature = place is not None, None if _OF_WORKER.search(text) else table.classify(text)
     secondary = table.is_secondary(text, signature)
     # what Slurm ended failed before
     last = raised or (_LAST_WORDS.match(text) is not None and "error: *** " not in text)
     words = text
     behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
     if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
-        words = f"{text} {behind[0 if text.endswith(':') else behind.index('Last error:') + 1]}"
+        at = 0 if text.endswith(":") else behind.index("Last error:") + 1
+        words = f"{text} {next((each for each in behind[at:] if _NAMED.match(each)), behind[at])}"
     if secondary or signature is None or signature.name in _OPEN:
         entries = ((each, table.classify(each)) for each in behind)
         better = next(((each, known) for each, known in entries if known and known.name not in _OPEN), None)
         if better is not None:
             secondary, signature, words = False, better[1], f"{text} {better[0]}"
-    refused = place and (_OF_SETTINGS.match(place) or _OPTION.search(text))
-    if refused and signature is not None and signature.name in UNLISTED:
+    refused = place and (_OF_SETTINGS.match(place) or _REFUSAL.search(text))
+    if refused and not secondary and signature is not None and signature.name in UNLISTED:
         signature = failure_signatures.entry("settings", table.more)
     begins = signature is not None and signature.name not in GENERAL and re.match(signature.pattern, text)
     last = bool(last or begins or any(each is signature for each in table.more))
@@ -236,22 +253,37 @@ def _continuation(lines: Sequence[str], number: int, rank: int | None) -> Iterat
     """Yield the lines of the same rank behind an exception that may belong to its message."""
     for line in lines[number + 1 : number + CONTEXT_LINES]:
         other, text = _split_label(line)
-        if (None not in (other, rank) and other != rank) or "Traceback" in line or _TASK_EXIT.match(line):
+        if (None not in (other, rank) and other != rank) or "Traceback" in line or text.startswith(_OF_SLURM):
             return
         yield text.strip()
 
 
+_OF_WORKER = re.compile(r"Caught \w+ in (?:DataLoader|pin memory|replica)")
+"""Words before an exception of another process, which follows."""
 _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
-_OPTION = re.compile(r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b")
-"""An option, which the words of an exception name if they refuse it."""
+_REFUSAL = re.compile(
+    r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b|[\w*]\.(?:ya?ml|toml|json|ini|cfg)\b|\bdid you mean\b"
+    r"|(?:[.,;:?!]|\b[Pp]lease|\bor) (?:[Pp]rovide|[Ss]et|[Uu]se|[Ii]nstall|[Ss]pecify|[Pp]ass|[Ii]ncrease|[Rr]educe|"
+    r"[Ll]ower|[Rr]aise|[Cc]hoose|[Ee]nable|[Dd]isable|[Uu]pgrade|[Rr]ebuild|[Aa]dd|[Rr]emove)\b"
+    r"|\b(?:must|should|needs? to|ha(?:s|ve) to) be (?:set|given|specified|provided|passed|installed|enabled|one of)\b"
+    r"|\b(?:is|are|was|were) not (?:set|given|specified|provided|installed|configured|registered)\b"
+    r"|\b(?:[Uu]nknown|[Ii]nvalid|[Uu]nrecognized) (?:field|option|key|setting|argument|parameter|choice)\b"
+)
+"""What the words of an exception name if they refuse a setting: an option, a file of settings, or what to change."""
 _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
 """Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
+_OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gpu-error", "device-error")
+"""Entries of defects that the kernel names, and of what a program saw of them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
-_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"))
+_EXPLAINED = (
+    ("device-assert", "device-assert"),
+    ("node-hardware", "shared-memory"),
+    *(("gpu-start", effect) for effect in GENERAL),
+)
 """Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""

@@ -272,9 +272,11 @@ def _causes(log: _Log, more: Sequence[FailureSignature]) -> Iterator[_Found]:
 
 
 def _last_words(made: Explanation, logs: Sequence[_Log]) -> Explanation:
-    """Return an explanation without a cause, with the last line of standard error or another log."""
+    """Return an explanation without a cause, with the last line before the first end of a task, and that end."""
     for log in sorted(logs, key=lambda log: log.path.suffix != ".err"):
-        if words := last_line(_decode(log.parts[0][1])):
+        lines = _decode(log.parts[0][1]).splitlines()
+        end = next((n for n, line in enumerate(lines) if error_lines.TASK_END.match(line)), len(lines))
+        if words := "; ".join(filter(None, [last_line("\n".join(lines[:end])), *lines[end : end + 1]])):
             meaning = "no log and no record names a cause; these are the last words"
             return replace(made, quote=words, file=str(log.path), meaning=meaning)
     return made
