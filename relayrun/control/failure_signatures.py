@@ -35,6 +35,8 @@ UNLISTED = ("unlisted", "assertion")
 """Entries of exceptions whose kind says nothing of the cause."""
 OF_NODE = ("stale-handle",)
 """Entries that count against a node, if it alone says so, besides those of the cause `node`."""
+OF_ANOTHER = ("node-check", "munge")
+"""Entries of defects of a node that another one reports: it is blamed only if the words name it."""
 GENERAL = ("exception", "shell", *UNLISTED, *ENDS)
 """Entries without a special cause."""
 
