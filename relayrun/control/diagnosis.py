@@ -153,7 +153,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     of_threads = [each for each in found if each.thread and not each.secondary]
     if alive and of_threads and (cause is None or cause.name in ENDS):
         cause = replace(of_threads[-1], last=False)
-    if cause is not None and cause.name == "abort" and "DistBackendError" in cause.words:
+    if cause is not None and cause.name == "abort" and ("DistBackendError" in cause.words or "Aborted" in cause.words):
         watchdog = (each for each in alive if each.secondary and each.line < cause.line)
         return next((replace(each, signature=cause.signature, secondary=False) for each in watchdog), cause)
     return cause
@@ -264,11 +264,12 @@ _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
 _REFUSAL = re.compile(
     r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b|[\w*]\.(?:ya?ml|toml|json|ini|cfg)\b|\bdid you mean\b"
-    r"|(?:[.,;:?!]|\b[Pp]lease|\bor) (?:[Pp]rovide|[Ss]et|[Uu]se|[Ii]nstall|[Ss]pecify|[Pp]ass|[Ii]ncrease|[Rr]educe|"
-    r"[Ll]ower|[Rr]aise|[Cc]hoose|[Ee]nable|[Dd]isable|[Uu]pgrade|[Rr]ebuild|[Aa]dd|[Rr]emove)\b"
+    r"|(?:[.,;:?!]|\bplease|\bor) (?:check (?!\w+ (?:inter|net|conn))|(?:provide|set|use|install|specify|pass|increase"
+    r"|reduce|lower|raise|choose|enable|disable|upgrade|rebuild|add|remove)\b)"
     r"|\b(?:must|should|needs? to|ha(?:s|ve) to) be (?:set|given|specified|provided|passed|installed|enabled|one of)\b"
     r"|\b(?:is|are|was|were) not (?:set|given|specified|provided|installed|configured|registered)\b"
-    r"|\b(?:[Uu]nknown|[Ii]nvalid|[Uu]nrecognized) (?:field|option|key|setting|argument|parameter|choice)\b"
+    r"|\b(?:unknown|invalid|unrecognized) (?:field|option|key|setting|argument|parameter|choice)\b",
+    re.I,
 )
 """What the words of an exception name if they refuse a setting: an option, a file of settings, or what to change."""
 _OPTIONAL = ("module-missing", "library-missing")
@@ -331,7 +332,11 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
         lasting = one.cause in ("node", "file system") and general
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
         return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
-    return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
+    return (
+        general
+        and (other.secondary or one.name not in ("", "exception"))
+        and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
+    )
 
 
 def _split_label(line: str) -> tuple[int | None, str]:

@@ -189,7 +189,7 @@ class _Facts:
             yield replace(self._quoted(said), certainty="unknown" if said.said.name in UNLISTED else "inferred")
         for task in self.ends:
             if task.signalled and not task.ended and (known := classify(task.what, self.more)) is not None:
-                made = self._by(f"{', '.join(task.nodes)}: {task.what}", "srun", known.name, certainty="inferred")
+                made = self._by(task.line, "srun", known.name, certainty="inferred")
                 yield replace(made, node=task.nodes[0], rank=min(task.tasks, default=None))
         if around is not None and around.unresolved:
             words = f"these names do not resolve: {', '.join(around.unresolved)}"

@@ -34,6 +34,8 @@ class TaskEnd:
     """In srun's words: `Killed`, `Exited with exit code 1`, ..."""
     ended: bool
     """The step was already ending, so that a signal may be srun's own."""
+    line: str
+    """All of srun's words."""
 
     @property
     def signalled(self) -> bool:
@@ -47,7 +49,7 @@ def task_ends(log: str) -> list[TaskEnd]:
         ended = ended or _TERMINATING.match(line) is not None
         if task := TASK_END.match(line):
             nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
-            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
+            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended, line=line))
     return found
 
 
