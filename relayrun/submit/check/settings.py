@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import filter as matching
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -20,6 +22,7 @@ from relayrun.config.sections.notify import VARIABLE_PATTERN
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.masking import describe_secret
 from relayrun.submit.check.findings import Findings
+from relayrun.train.model.size import possible_names
 
 
 def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
@@ -117,9 +120,23 @@ def _check_native(config: RunConfig, findings: Findings) -> None:
             where = f"cluster.environment of {cluster.name!r}"
             determinism.check_deterministic_environment(cluster.environment, where=where)
     if config.optimizer.groups:
-        words = "whether its patterns match a parameter is known when the ranks build the model"
-        findings.skip("settings.groups", words, setting="optimizer.groups")
+        _groups(config, findings)
     _layout(config, findings)
+
+
+def _groups(config: RunConfig, findings: Findings) -> None:
+    name, setting = "settings.groups", "optimizer.groups"
+    if config.model.spec is not None:
+        return findings.skip(name, "the ranks alone know the parameters of model.spec", setting=setting)
+    names = possible_names(config.model)
+    wrong = [group.match for group in config.optimizer.groups if not matching(names, group.match)]
+    for match in wrong:
+        near = get_close_matches(match, {re.sub(r"\d+", "N", each) for each in names}, cutoff=0.3)
+        words = f"{match} matches no parameter of this model"
+        findings.refuse(name, words, setting=setting, remedy=f"names are like {', '.join(near)}")
+    if not wrong:
+        findings.ok(name, "each group can match a parameter of this model")
+    return None
 
 
 def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:

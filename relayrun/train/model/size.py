@@ -1,4 +1,4 @@
-"""Number of parameters, FLOPs per token and GPU memory of a model, by formula; without torch."""
+"""Number of parameters and their names, FLOPs per token and GPU memory of a model, by formula; without torch."""
 
 from __future__ import annotations
 
@@ -250,3 +250,30 @@ sheets; where NVIDIA's has the figure with sparsity alone, half of it."""
 def peak_flops(device_name: str) -> float | None:
     """Return dense bf16 FLOP/s of a GPU; None if the device is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+_ONCE = (
+    "embedding.word_embeddings.weight decoder.final_layernorm.weight decoder.final_layernorm.bias output_layer.weight"
+)
+_LAYER = (
+    "input_layernorm pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2 mlp.activation_func self_attention.linear_proj"
+)
+_ATTENTION = "linear_qkv q_layernorm k_layernorm"
+_LATENT = (
+    "linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj q_layernorm kv_layernorm"
+)
+_OF_EXPERTS = "router experts shared_experts shared_experts.linear_fc1 shared_experts.linear_fc2"
+_KINDS = "weight bias layer_norm_weight layer_norm_bias alpha_p alpha_n gate_weight weight1 weight2"
+
+
+def possible_names(model: ModelSection) -> list[str]:
+    """Return all names that parameters of a model without `model.spec` may have, by any implementation of layers."""
+    attention = _LATENT if model.transformer.multi_latent_attention else _ATTENTION
+    modules = [*_LAYER.split(), *(f"self_attention.{name}" for name in attention.split())]
+    experts = range(model.transformer.num_moe_experts or 0)
+    modules += [f"mlp.{name}" for name in _OF_EXPERTS.split() if experts]
+    modules += [f"mlp.experts.local_experts.{n}.linear_fc{k}" for n in experts for k in (1, 2)]
+    names = [f"{module}.{kind}" for module in modules for kind in _KINDS.split()]
+    names += [f"mlp.experts.linear_fc{k}.{kind}{n}" for n in experts for k in (1, 2) for kind in ("weight", "bias")]
+    once = _ONCE.split() if model.untie_embeddings_and_output_weights else _ONCE.split()[:-1]
+    return [*once, *(f"decoder.layers.{n}.{name}" for n in range(model.num_layers) for name in names)]
