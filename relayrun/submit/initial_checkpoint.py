@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.submit.dry_load import common_values, refuse_other_values
+from relayrun.submit.dry_load import common_values, refuse_other_shapes, refuse_other_values
 from relayrun.submit.wrap import newest_in_folder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
@@ -72,6 +72,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
         found = _find_megatron_for_native(megatron, config, manifest, tell)
     elif (folder / "metadata.json").is_file():
         found = _find_in_folder(folder, config, wanted)
+        refuse_other_shapes(folder, config, manifest)
     else:
         found = _find_in_run(name, folder, config, wanted)
     if megatron is None:

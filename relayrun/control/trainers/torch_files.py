@@ -474,6 +474,14 @@ def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
     return file, offset, length
 
 
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a checkpoint, by key. Raises OSError, and MALFORMED for another file."""
+    records, _ = read_records(read_bounded(folder / METADATA_FILE))
+    kinds = records.state["state_dict_metadata"].items()
+    tensors = (each for each in kinds if is_call_of(each[1], _DCP + "metadata.TensorStorageMetadata"))
+    return {key: tuple(kind.state["size"].arguments[0]) for key, kind in tensors}
+
+
 def tensor_blocks(records: Any, *, others: bool = False) -> list[tuple[str, str, int, int]]:
     """Return key, file, offset and length of the blocks of tensors; `others`: of everything else."""
     kinds = records.state["state_dict_metadata"]
