@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from relayrun.cli import main
 from relayrun.config.compose import campaign as campaigns
 from relayrun.config.compose import resolve
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign, submission
 from relayrun.submit.check import rehearsal
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.rehearsal import Rehearsal
+from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from tests.workspace import Workspace
 
 
@@ -153,6 +155,11 @@ def test_a_folder_of_another_model_is_refused_by_its_shapes(workspace: Workspace
         assert "is of another model" in words
         assert f"{name} is {[*shapes[name]]} there and {[*shape]} here" in words
         shapes[name] = shape
+    load = f"checkpoint.load={folder.parent}"
+    with pytest.raises(RelayrunError, match="no run directory") as above:
+        find_initial_checkpoint(resolve.load_run_config(workspace.config("run"), [load]), Run(workspace.folder), None)
+    assert above.value.hint == f"did you mean {folder}?"
+    load = f"checkpoint.load={folder}"
     shapes["decoder.layers.mlp.linear_fc2.weight"] = (layers + 1, hidden, model.ffn_hidden_size)
     assert "is of another model" in check()[0]
 

@@ -134,7 +134,9 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     if not chosen:
         have = ", ".join(str(copy.iteration) for copy in reversed(copied)) or "none"
         what = "no copy" if iteration is None else f"no copy of iteration {iteration}"
-        raise InputError(f"there is {what}", where=where, hint=f"copies: {have}")
+        below = [str(path.parent) for deep in ("*", "*/*") for path in Path(where).glob(f"{deep}/copies.jsonl")]
+        near = f"; did you mean {' or '.join(sorted(below))}?" if below else ""
+        raise InputError(f"there is {what}", where=where, hint=f"copies: {have}{near}")
     target.mkdir(parents=True, exist_ok=True)
     staging = target / ".staging"
 
