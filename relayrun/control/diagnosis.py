@@ -25,6 +25,8 @@ PROGRESS_WEIGHT = 14
 """Ordinary lines for which a line of progress stands."""
 WORDS_CHARACTERS = 500
 """Maximum length of quoted words."""
+LINE_CHARACTERS = 4000
+"""Maximum length of a line that is read; of a longer one the middle is left out."""
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
@@ -118,6 +120,11 @@ def one_line(text: str) -> str:
     return text if len(text) <= WORDS_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
 
 
+def _lines_of(log: str) -> list[str]:
+    half = LINE_CHARACTERS // 2
+    return [line if len(line) <= 2 * half else line[:half] + line[-half:] for line in log.splitlines()]
+
+
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
     return cause_among(log, find_statements(log, more))
@@ -125,7 +132,7 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
 
 def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     """Return which of the words found in a log say why the program ended; None if no line does."""
-    lines = log.splitlines()
+    lines = _lines_of(log)
     cancelled = next((each for each in found if each.name == "cancelled"), None)
     if cancelled and (found[0] is not cancelled or any(map(_TASK_EXIT.match, lines[: cancelled.line]))):
         found = [each for each in found if each.name != "cancelled"]  # a consequence
@@ -161,7 +168,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
 
 def last_line(log: str) -> str:
     """Return the last line that a program wrote, if it is no progress; empty without any."""
-    lines = (line.strip() for line in reversed(log.splitlines()) if not _ASIDE.match(line))
+    lines = (line.strip() for line in reversed(_lines_of(log)) if not _ASIDE.match(line))
     return next((one_line(line) for line in lines if not _PROGRESS.search(line)), "")
 
 
@@ -169,7 +176,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     """Return all words in a log that may say why a program ended, in their order."""
     table = SignatureTable.of_log(log, more)
     present = [*_TROUBLE, *table.texts()]
-    lines = log.splitlines()
+    lines = _lines_of(log)
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
     threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
