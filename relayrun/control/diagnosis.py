@@ -25,8 +25,6 @@ PROGRESS_WEIGHT = 14
 """Ordinary lines for which a line of progress stands."""
 WORDS_CHARACTERS = 500
 """Maximum length of quoted words."""
-LINE_CHARACTERS = 4000
-"""Maximum length of a line that is read; of a longer one the middle is left out."""
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
@@ -34,9 +32,7 @@ _TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
 _LEVEL = r"(?: [\w.-]+\[\w+\])?(?: +(?:ERROR|CRIT(?:ICAL)?|FATAL)\b:? ?)?"
 _LABEL = re.compile(rf"(?:\s*(?:{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
-_RAISED = re.compile(
-    r"(?!(?:INFO|DEBUG|NOTE|WARN\w*|ERROR):)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S
-)
+_RAISED = re.compile(r"(?!INFO|NOTE|WARN|ERROR)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)(, in )?')
 _HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
 """A label before a traceback that is no rank's: pdsh writes the name of the node."""
@@ -61,14 +57,12 @@ _FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
 _TROUBLE = ("Traceback", "The above exception", "During handling", 'File "')
 """Words that mean something besides those of the table."""
-_SLURM_ENDED = re.compile(
-    r"CANCELLED AT \S+ \*|DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I
-)
+_SLURM_ENDED = re.compile(r"CANCELLED AT \S+ \*|DUE TO (?:TIME|PREEMPT|NODE F)|oom[-_]kill event|Node failure on", re.I)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
 _NAMED = re.compile(r"\w+(?:Error|Exception)\w*[:(]")
 """The name of an exception in the message of another one."""
 _CONTINUED = re.compile(
-    r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error|InductorError"
+    r"NCCL error|BackendError|terminate called|CalledProcess|CUDA error|:$|Last error|InductorError"
 )
 
 
@@ -121,8 +115,8 @@ def one_line(text: str) -> str:
 
 
 def _lines_of(log: str) -> list[str]:
-    half = LINE_CHARACTERS // 2
-    return [line if len(line) <= 2 * half else line[:half] + line[-half:] for line in log.splitlines()]
+    """Return the lines, those of megabytes without their middle."""
+    return [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
 
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
@@ -223,7 +217,7 @@ def _statement(
     lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
 ) -> Statement | None:
     """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
-    raised, signature = place is not None, None if _OF_WORKER.search(text) else table.classify(text)
+    raised, signature = place is not None, table.classify(text)
     secondary = table.is_secondary(text, signature)
     # what Slurm ended failed before
     last = raised or (_LAST_WORDS.match(text) is not None and "error: *** " not in text)
@@ -265,8 +259,6 @@ def _continuation(lines: Sequence[str], number: int, rank: int | None) -> Iterat
         yield text.strip()
 
 
-_OF_WORKER = re.compile(r"Caught \w+ in (?:DataLoader|pin memory|replica)")
-"""Words before an exception of another process, which follows."""
 _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
 _REFUSAL = re.compile(
@@ -287,11 +279,7 @@ _OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gp
 """Entries of defects that the kernel names, and of what a program saw of them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
-_EXPLAINED = (
-    ("device-assert", "device-assert"),
-    ("node-hardware", "shared-memory"),
-    *(("gpu-start", effect) for effect in GENERAL),
-)
+_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"), ("gpu-start", "exception"))
 """Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""
@@ -333,17 +321,13 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     """Return whether the first of two chained exceptions is the cause: the second is general and was raised from it, or
     no handler can mend the first; or the handler has a defect of its own."""
     general = other.name in (*GENERAL, "")
-    if one.cause == other.cause in ("node", "file system", "network"):
+    if one.cause == other.cause in ("node", "file system", "network") or (other.secondary and one.name == "exception"):
         return True
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and general
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
         return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
-    return (
-        general
-        and (other.secondary or one.name not in ("", "exception"))
-        and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
-    )
+    return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
 def _split_label(line: str) -> tuple[int | None, str]:

@@ -97,7 +97,8 @@ class SignatureTable:
     def is_secondary(self, words: str, known: FailureSignature | None) -> bool:
         """Return whether words only report that another rank is gone, or that it was told to end. `known`: their
         entry."""
-        return (known is None or known.name in GENERAL) and any(each.search(words) for each in self.secondary)
+        general = known is None or known.name in GENERAL or "Error: Caught " in words
+        return general and any(each.search(words) for each in self.secondary)
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
