@@ -32,7 +32,9 @@ _TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
 _LEVEL = r"(?: [\w.-]+\[\w+\])?(?: +(?:ERROR|CRIT(?:ICAL)?|FATAL)\b:? ?)?"
 _LABEL = re.compile(rf"(?:\s*(?:{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
-_RAISED = re.compile(r"(?!INFO|NOTE|WARN|ERROR)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
+_RAISED = re.compile(
+    r"(?!INFO|NOTE|WARN|ERROR|jax.*frames)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S
+)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)(, in )?')
 _HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
 """A label before a traceback that is no rank's: pdsh writes the name of the node."""
@@ -53,7 +55,6 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
-_FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
 _TROUBLE = ("Traceback", "The above exception", "During handling", 'File "')
 """Words that mean something besides those of the table."""
@@ -197,8 +198,6 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
         elif frames.get(of) == _IGNORED:
             del frames[of]
-        elif _FRAMES_NOTE in text:
-            continue  # the exception itself follows
         else:
             place = frames.pop(of) if of in frames and _RAISED.match(text) else None
             how = "" if place is None else chained.pop(of, "")
@@ -271,10 +270,8 @@ _REFUSAL = re.compile(
     re.I,
 )
 """What the words of an exception name if they refuse a setting: an option, a file of settings, or what to change."""
-_OPTIONAL = ("module-missing", "library-missing")
-"""Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
-"""Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
+"""Entries whose words outside a traceback may follow from one another. Before others, the script did without them."""
 _OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gpu-error", "device-error")
 """Entries of defects that the kernel names, and of what a program saw of them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
@@ -310,11 +307,9 @@ def _newest_kind(warned: Sequence[Statement], alive: Sequence[Statement]) -> lis
 
 def _is_passed_over(said: Statement, final: Sequence[Statement]) -> bool:
     """Return whether the program or the script went on after these words, to one of its final words."""
-    later = [each for each in final if each.line > said.line]
-    if said.name == "program-missing":
-        return not said.place and any(each.name not in _OF_SHELL for each in later)
-    optional = said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
-    return optional and not said.place and bool(later)
+    optional = said.name in _OF_SHELL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
+    later = (each for each in final if each.line > said.line and each.name not in _OF_SHELL)
+    return optional and not said.place and any(later)
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:

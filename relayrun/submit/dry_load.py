@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.trainers.pickle_records import MALFORMED, CorruptPickle
+from relayrun.control.trainers.pickle_records import CorruptPickle
 from relayrun.control.trainers.torch_files import read_bounded, read_torch_file, tensor_shapes
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
 from relayrun.tokens.mixture.build_datasets import order_record, order_settings
@@ -35,26 +35,23 @@ def common_values(folder: Path) -> CommonValues | None:
 
 def refuse_other_shapes(folder: Path, config: RunConfig, manifest: Manifest | None) -> None:
     """Raise ConfigError if weights of a checkpoint that says nothing else of its model have other shapes than here."""
-    model, latent = config.model, config.model.transformer
-    layers, hidden = model.num_layers, model.hidden_size
-    queries = model.num_attention_heads * (latent.v_head_dim if latent.multi_latent_attention else model.head_channels)
-    here: dict[str, tuple[int, ...]] = {
-        "decoder.final_layernorm.weight": (hidden,),
-        "decoder.layers.self_attention.linear_proj.weight": (layers, hidden, queries),
-        "decoder.layers.mlp.linear_fc2.weight": (layers, hidden, model.ffn_hidden_size),
+    model, rows = config.model, (config.model.num_layers, config.model.hidden_size)
+    here = {
+        "decoder.final_layernorm.weight": rows[1:],
+        "decoder.layers.self_attention.linear_proj.weight": rows,
+        "decoder.layers.mlp.linear_fc2.weight": (*rows, model.ffn_hidden_size),
     }
     if manifest is not None:
         vocabulary = pad_to_multiple(manifest.vocabulary_size, model.make_vocab_size_divisible_by)
-        here["embedding.word_embeddings.weight"] = (vocabulary, hidden)
-    try:
-        there = tensor_shapes(folder) if model.spec is None else {}
-    except (OSError, *MALFORMED):  # ranks say it better
-        return
-    names = [name for name, shape in here.items() if there.get(name, shape) != shape]
-    if names:
-        words = "; ".join(f"{name} is {[*there[name]]} there and {[*here[name]]} here" for name in names)
+        here["embedding.word_embeddings.weight"] = (vocabulary, *rows[1:])
+    there = tensor_shapes(folder) if model.spec is None else {}
+    pairs = {name: (there.get(name, shape)[: len(shape)], shape) for name, shape in here.items()}
+    words = [
+        f"{name} is {[*found]} there and {[*shape]} here" for name, (found, shape) in pairs.items() if found != shape
+    ]
+    if words:
         hint = "take the model section of the run that made it"
-        raise ConfigError(f"{folder} is of another model: {words}", where="checkpoint.load", hint=hint)
+        raise ConfigError(f"{folder} is of another model: {'; '.join(words)}", where="checkpoint.load", hint=hint)
 
 
 def values_after(config: RunConfig, manifest: Manifest | None, begun_with: CommonValues | None) -> CommonValues:

@@ -41,16 +41,6 @@ AROUND_BYTES = 32 << 10
 COUNTED_BYTES = 64 << 20
 """Size of a log up to which the number of a line is counted."""
 ERROR_WORDS = (b"Traceback (most recent", b"rror:", b"NVRM: Xid", b"Segmentation fault")
-JOB_STATES = {
-    "OUT_OF_MEMORY": "host-memory",
-    "TIMEOUT": "time-limit",
-    "DEADLINE": "time-limit",
-    "NODE_FAIL": "node-failure",
-    "BOOT_FAIL": "node-failure",
-    "PREEMPTED": "preempted",
-}
-"""Entries of the table that Slurm's states of a job name."""
-
 Certainty = Literal["seen", "inferred", "unknown"]
 
 
@@ -177,8 +167,8 @@ class _Facts:
             yield replace(made, time=hang.time, rank=hang.culprit, next=command)
         if said is not None and said.weight < 2:
             yield self._quoted(said)
-        if self.job is not None and (name := JOB_STATES.get(state.split()[0])):
-            yield replace(self._by(f"job {self.job.id}: {state}", self.job.source, name), time=self.job.end_time)
+        if self.job is not None and (known := classify(words := f"job {self.job.id}: {state}")) is not None:
+            yield replace(self._by(words, self.job.source, known.name), time=self.job.end_time)
         if around is not None and around.oom_kills:
             words = f"{around.oom_kills} processes of the job were killed for memory"
             yield self._by(words, "memory.events of the job", "host-memory", certainty="inferred")
