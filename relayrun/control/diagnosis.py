@@ -140,6 +140,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     if all(each.name in _OF_DRIVER for each in sick[:1]):
         sick = [each for each in alive if each.name in _OF_KERNEL] + sick
     warned = [each for each in found if not each.last and not each.secondary]
+    warned = [each for each in warned if each in alive] or warned[-1:]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     near = next((each.line for each in named if not _saw_another_go(each)), len(log))
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
@@ -149,8 +150,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     said = next(iter([*sick, *owned]), None)
-    before = [each for each in warned if each in alive and said and each.line < said.line and _warns_of(each, said)]
-    of_place, warned = _newest_kind(of_place, alive), _newest_kind(warned, alive)
+    before = [each for each in warned if said and each.line < said.line and _warns_of(each, said)]
     cause = next(iter([*before, *sick, *owned, *of_place, *named, *warned, *spoken]), None)
     of_threads = [each for each in found if each.thread and not each.secondary]
     if alive and of_threads and (cause is None or cause.name in ENDS):
@@ -297,12 +297,6 @@ def _warns_of(warning: Statement, said: Statement) -> bool:
 def _saw_another_go(said: Statement) -> bool:
     """Return whether the words may follow from the end of another rank: its transfers fail then."""
     return said.name == "infiniband" or "remote process exited" in said.words
-
-
-def _newest_kind(warned: Sequence[Statement], alive: Sequence[Statement]) -> list[Statement]:
-    """Return the warnings of the newest one's entry, the first that training did not survive before."""
-    kind = [each for each in warned if each.name == warned[-1].name]
-    return [each for each in kind if each in alive] or kind[-1:]
 
 
 def _is_passed_over(said: Statement, final: Sequence[Statement]) -> bool:

@@ -41,11 +41,6 @@ GENERAL = ("exception", "shell", *UNLISTED, *ENDS)
 """Entries without a special cause."""
 
 
-def _entry(values: dict[str, Any]) -> FailureSignature:
-    fields = {name: value for name, value in values.items() if name not in ("patterns", "any_line")}
-    return FailureSignature(pattern="|".join(values["patterns"]), **fields)
-
-
 @functools.cache
 def _literal(pattern: str) -> str:
     """Return the longest text outside groups and classes that each match of a pattern contains."""
@@ -58,8 +53,12 @@ def _literal(pattern: str) -> str:
 @functools.cache
 def signatures() -> list[tuple[re.Pattern[str], FailureSignature]]:
     """Return the compiled patterns of relayrun's own entries, each with its entry."""
-    entries = [(each["patterns"], _entry(each)) for each in _TABLE["entries"]]
-    return [(re.compile(pattern), known) for patterns, known in entries for pattern in patterns]
+    found = []
+    for each in _TABLE["entries"]:
+        fields = {name: value for name, value in each.items() if name not in ("patterns", "any_line")}
+        known = FailureSignature(pattern="|".join(each["patterns"]), **fields)
+        found += [(re.compile(pattern), known) for pattern in each["patterns"]]
+    return found
 
 
 _MASK = str.maketrans("123456789", "000000000")

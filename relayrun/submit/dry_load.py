@@ -45,13 +45,10 @@ def refuse_other_shapes(folder: Path, config: RunConfig, manifest: Manifest | No
         vocabulary = pad_to_multiple(manifest.vocabulary_size, model.make_vocab_size_divisible_by)
         here["embedding.word_embeddings.weight"] = (vocabulary, *rows[1:])
     there = tensor_shapes(folder) if model.spec is None else {}
-    pairs = {name: (there.get(name, shape)[: len(shape)], shape) for name, shape in here.items()}
-    words = [
-        f"{name} is {[*found]} there and {[*shape]} here" for name, (found, shape) in pairs.items() if found != shape
-    ]
-    if words:
-        hint = "take the model section of the run that made it"
-        raise ConfigError(f"{folder} is of another model: {'; '.join(words)}", where="checkpoint.load", hint=hint)
+    for name, shape in here.items():
+        if (found := there.get(name, shape)[: len(shape)]) != shape:
+            words = f"{folder} is of another model: {name} is {[*found]} there and {[*shape]} here"
+            raise ConfigError(words, where="checkpoint.load", hint="take the model section of the run that made it")
 
 
 def values_after(config: RunConfig, manifest: Manifest | None, begun_with: CommonValues | None) -> CommonValues:

@@ -178,8 +178,8 @@ def _find_in_run(name: str, folder: Path, config: RunConfig, wanted: int | None)
     except RelayrunError as error:
         words = f"checkpoint.load={config.checkpoint.load}: {error.message}"
         words += "" if folder.exists() or Path(name).is_absolute() else f", and no folder {folder}"
-        inside = sorted(folder.glob("iter_*/metadata.json"))
-        hint = f"did you mean {inside[-1].parent}?" if inside else error.hint
+        inside = sorted(folder.glob("iter_*/metadata.json"))[-1:]
+        hint = next((f"did you mean {path.parent}?" for path in inside), error.hint)
         raise InputError(words, where=error.where, hint=hint) from None
     refuse_other_model(found.config.model, config, found.folder)
     return ResumePoint(iteration=found.iteration, path=str(found.folder))
