@@ -18,13 +18,12 @@ from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
 from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable
 from relayrun.control.job_log import LOG_PREFIX
+from relayrun.terminal import one_line
 
 SURVIVED = 40
 """Ordinary lines after which a program has survived an error."""
 PROGRESS_WEIGHT = 14
 """Ordinary lines for which a line of progress stands."""
-WORDS_CHARACTERS = 500
-"""Maximum length of quoted words."""
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
@@ -106,13 +105,6 @@ class Statement:
         """Words that are equal for the same failure: the kind of the exception and its place, or all but numbers."""
         kind = self.words.partition(":")[0]
         return f"{kind} at {self.place}" if self.place else re.sub(r"0x[0-9a-fA-F]+|\d+", "#", self.words)
-
-
-def one_line(text: str) -> str:
-    """Return a text without line ends, shortened to WORDS_CHARACTERS."""
-    text = " ".join(text.split())
-    half = WORDS_CHARACTERS // 2
-    return text if len(text) <= WORDS_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
 
 
 def _lines_of(log: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
-from relayrun.control.diagnosis import Statement, cause_among, find_statements, last_line, one_line
+from relayrun.control.diagnosis import Statement, cause_among, find_statements, last_line
 from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
@@ -26,6 +26,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import JobEnd
 from relayrun.errors import RelayrunError
+from relayrun.terminal import one_line
 from relayrun.watch.follow import job_log_files
 from relayrun.watch.status.queue import query_queue
 from relayrun.watch.text import format_time

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
+from relayrun.control.diagnosis import Statement, find_statements, first_cause
 from relayrun.control.failure_signatures import ENDS, UNLISTED, classify
 from relayrun.control.job_log import LOG_PREFIX, stdout_beside
 from relayrun.control.rundir import node_health, restarts, time_limit
@@ -20,6 +20,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import error_lines
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
+from relayrun.terminal import one_line
 
 TAIL_BYTES = 200_000
 EXCERPT_LINES = 30
