@@ -49,7 +49,6 @@ _LAST_WORDS = re.compile(
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
-_OF_SLURM = ("srun: ", "slurmstepd")
 _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
@@ -208,11 +207,10 @@ def _statement(
     lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
 ) -> Statement | None:
     """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
-    raised, signature = place is not None, table.classify(text)
+    raised, words, signature = place is not None, text, table.classify(text)
     secondary = table.is_secondary(text, signature)
     # what Slurm ended failed before
     last = raised or (_LAST_WORDS.match(text) is not None and "error: *** " not in text)
-    words = text
     behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
     if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
         at = 0 if text.endswith(":") else behind.index("Last error:") + 1
@@ -222,7 +220,7 @@ def _statement(
         better = next(((each, known) for each, known in entries if known and known.name not in _OPEN), None)
         if better is not None:
             secondary, signature, words = False, better[1], f"{text} {better[0]}"
-    refused = place and (_OF_SETTINGS.match(place) or _REFUSAL.search(text))
+    refused = place and _REFUSAL.search(f"{text} ({place})")
     if refused and not secondary and signature is not None and signature.name in UNLISTED:
         signature = failure_signatures.entry("settings", table.more)
     begins = signature is not None and signature.name not in GENERAL and re.match(signature.pattern, text)
@@ -245,23 +243,23 @@ def _continuation(lines: Sequence[str], number: int, rank: int | None) -> Iterat
     """Yield the lines of the same rank behind an exception that may belong to its message."""
     for line in lines[number + 1 : number + CONTEXT_LINES]:
         other, text = _split_label(line)
-        if (None not in (other, rank) and other != rank) or "Traceback" in line or text.startswith(_OF_SLURM):
+        of_another = None not in (other, rank) and other != rank
+        if of_another or "Traceback" in line or text.startswith(("srun: ", "slurmstepd")):
             return
         yield text.strip()
 
 
-_OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
-"""Places whose exceptions refuse a setting."""
 _REFUSAL = re.compile(
     r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b|[\w*]\.(?:ya?ml|toml|json|ini|cfg)\b|\bdid you mean\b"
     r"|(?:[.,;:?!]|\bplease|\bor) (?:check (?!\w+ (?:inter|net|conn))|(?:provide|set|use|install|specify|pass|increase"
     r"|reduce|lower|raise|choose|enable|disable|upgrade|rebuild|add|remove)\b)"
     r"|\b(?:must|should|needs? to|ha(?:s|ve) to) be (?:set|given|specified|provided|passed|installed|enabled|one of)\b"
     r"|\b(?:is|are|was|were) not (?:set|given|specified|provided|installed|configured|registered)\b"
-    r"|\b(?:unknown|invalid|unrecognized) (?:field|option|key|setting|argument|parameter|choice)\b",
+    r"|\b(?:unknown|invalid|unrecognized) (?:field|option|key|setting|argument|parameter|choice)\b"
+    r"|\(\w*(?:config|arguments|settings)\w*\.py:\d+\)$",
     re.I,
 )
-"""What the words of an exception name if they refuse a setting: an option, a file of settings, or what to change."""
+"""What an exception that refuses a setting names: an option, a file of settings, what to change, or its place."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
 """Entries whose words outside a traceback may follow from one another. Before others, the script did without them."""
 _OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gpu-error", "device-error")

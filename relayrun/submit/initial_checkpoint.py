@@ -178,9 +178,8 @@ def _find_in_run(name: str, folder: Path, config: RunConfig, wanted: int | None)
     except RelayrunError as error:
         words = f"checkpoint.load={config.checkpoint.load}: {error.message}"
         words += "" if folder.exists() or Path(name).is_absolute() else f", and no folder {folder}"
-        inside = sorted(folder.glob("iter_*/metadata.json"))[-1:]
-        hint = next((f"did you mean {path.parent}?" for path in inside), error.hint)
-        raise InputError(words, where=error.where, hint=hint) from None
+        near = [f"did you mean {path.parent}?" for path in sorted(folder.glob("iter_*/metadata.json"))]
+        raise InputError(words, where=error.where, hint=near[-1] if near else error.hint) from None
     refuse_other_model(found.config.model, config, found.folder)
     return ResumePoint(iteration=found.iteration, path=str(found.folder))
 

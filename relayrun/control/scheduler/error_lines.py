@@ -35,7 +35,6 @@ class TaskEnd:
     ended: bool
     """The step was already ending, so that a signal may be srun's own."""
     line: str
-    """All of srun's words."""
 
     @property
     def signalled(self) -> bool:

@@ -176,13 +176,10 @@ def _check_ranges(config: RunConfig | MegatronConfig, findings: Findings) -> Non
             continue
         value, (low, high) = getattr(getattr(config, section), name), each.usual
         usual = f"at most {high:g}" if low == -inf else f"at least {low:g}" if high == inf else f"{low:g} to {high:g}"
-        if not each.possible[0] < value <= each.possible[1]:
-            how, words = findings.refuse, f"{value:g} cannot be meant: {each.why}"
-        elif not low <= value <= high:
-            how, words = findings.warn, f"{value:g} is unusual: {each.why}"
-        else:
-            continue
-        how("settings.sense", words, setting=each.setting, remedy=f"usual is {usual}")
+        if not (possible := each.possible[0] < value <= each.possible[1]) or not low <= value <= high:
+            tell, fault = (findings.warn, "is unusual") if possible else (findings.refuse, "cannot be meant")
+            words, remedy = f"{value:g} {fault}: {each.why}", f"usual is {usual}"
+            tell("settings.sense", words, setting=each.setting, remedy=remedy)
 
 
 def _decay(config: RunConfig, findings: Findings) -> None:

@@ -116,8 +116,8 @@ def _folder(run: Run, iteration: int, *, whole: bool) -> Path:
     for commit in line:
         if commit.iteration == iteration:
             if whole and (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
-                remedy = "raise checkpoint.keep_last, or evaluation.hold for evaluations that wait"
-                words = f"is torn: {fault}" if os.path.lexists(commit.path) else f"was removed: {remedy}"
+                gone = "was removed: raise checkpoint.keep_last, or evaluation.hold for evaluations that wait"
+                words = f"is torn: {fault}" if os.path.lexists(commit.path) else gone
                 raise InputError(f"this checkpoint {words}", where=commit.path, hint=_have(line))
             return Path(commit.path)
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(line))
