@@ -204,6 +204,25 @@ def test_an_abort_of_one_task_strikes_no_node_and_a_crash_does() -> None:
     assert blamed_nodes(end.format("Segmentation fault"), [], ntasks=2) == {"n1": "Segmentation fault"}
 
 
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ("OUT_OF_MEMORY", "host-memory"),
+        ("TIMEOUT", "time-limit"),
+        ("DEADLINE", "time-limit"),
+        ("NODE_FAIL", "node-failure"),
+        ("BOOT_FAIL", "node-failure"),
+        ("PREEMPTED", "preempted"),
+        ("FAILED", None),
+        ("COMPLETED", None),
+        ("CANCELLED by 1000", None),
+    ],
+)
+def test_slurms_state_of_a_job_names_a_cause_or_none(state: str, name: str | None) -> None:
+    found = classify(f"job 5123: {state}")
+    assert (found and found.name) == name
+
+
 CHECKED = f"{TRACEBACK}PreflightRejected: n2 slot 5 trained down to x4\n"
 MUNGE = "srun: error: Munge decode failed: Rewound credential\n"
 
