@@ -28,6 +28,12 @@ def inert(text: str) -> str:
     return _ACTIVE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def one_line(text: str, most: int = 500) -> str:
+    """Return the text in one line of at most `most` characters, of a longer one without its middle."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2 - 3]}...{text[-(most // 2) :]}"
+
+
 class InertStream:
     """A text stream that writes `inert` text to the stream `inner`, and is like `inner` in everything else."""
 

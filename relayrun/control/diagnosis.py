@@ -18,27 +18,29 @@ from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
 from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable
 from relayrun.control.job_log import LOG_PREFIX
+from relayrun.terminal import one_line
 
 SURVIVED = 40
 """Ordinary lines after which a program has survived an error."""
 PROGRESS_WEIGHT = 14
 """Ordinary lines for which a line of progress stands."""
-WORDS_CHARACTERS = 500
-"""Maximum length of quoted words."""
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?(?: +(?:ERROR|CRITICAL)\b:?)?"
-_LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
+_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
+_LEVEL = r"(?: [\w.-]+\[\w+\])?(?: +(?:ERROR|CRIT(?:ICAL)?|FATAL)\b:? ?)?"
+_LABEL = re.compile(rf"(?:\s*(?:{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
-_RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
-_FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
+_RAISED = re.compile(
+    r"(?!INFO|NOTE|WARN|ERROR|jax.*frames)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S
+)
+_FRAME = re.compile(r' *File "([^"]+)", line (\d+)(, in )?')
 _HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
 """A label before a traceback that is no rank's: pdsh writes the name of the node."""
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|(?:tar|gzip|rsync|cp): |nvcc (?:fatal|error) *: "
+    r"|(?:tar|gzip|rsync|cp): |(?:nvcc|ptxas|nvlink) (?:fatal|error) *: |fatal error: "
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
@@ -51,13 +53,16 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
-_FRAMES_NOTE = "JAX has removed its internal frames"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling")
+_TROUBLE = ("Traceback", "The above exception", "During handling", 'File "')
 """Words that mean something besides those of the table."""
-_SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
+_SLURM_ENDED = re.compile(r"CANCELLED AT \S+ \*|DUE TO (?:TIME|PREEMPT|NODE F)|oom[-_]kill event|Node failure on", re.I)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
-_CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
+_NAMED = re.compile(r"\w+(?:Error|Exception)\w*[:(]")
+"""The name of an exception in the message of another one."""
+_CONTINUED = re.compile(
+    r"NCCL error|BackendError|terminate called|CalledProcess|CUDA error|:$|Last error|InductorError"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +106,9 @@ class Statement:
         return f"{kind} at {self.place}" if self.place else re.sub(r"0x[0-9a-fA-F]+|\d+", "#", self.words)
 
 
-def one_line(text: str) -> str:
-    """Return a text without line ends, shortened to WORDS_CHARACTERS."""
-    text = " ".join(text.split())
-    half = WORDS_CHARACTERS // 2
-    return text if len(text) <= WORDS_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
+def _lines_of(log: str) -> list[str]:
+    """Return the lines, those of megabytes without their middle."""
+    return [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
 
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
@@ -115,13 +118,20 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
 
 def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     """Return which of the words found in a log say why the program ended; None if no line does."""
-    alive = _not_survived(log.splitlines(), found)
+    lines = _lines_of(log)
+    cancelled = next((each for each in found if each.name == "cancelled"), None)
+    if cancelled and (found[0] is not cancelled or any(map(_TASK_EXIT.match, lines[: cancelled.line]))):
+        found = [each for each in found if each.name != "cancelled"]  # a consequence
+    alive = _not_survived(lines, found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
     own = [each for each in alive if not each.secondary]
     final = [each for each in own if each.place or each is ended or each.name in ("syntax", "variable")]
     spoken = [each for each in own if each.last and not _is_passed_over(each, final)]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
+    if all(each.name in _OF_DRIVER for each in sick[:1]):
+        sick = [each for each in alive if each.name in _OF_KERNEL] + sick
     warned = [each for each in found if not each.last and not each.secondary]
+    warned = [each for each in warned if each in alive] or warned[-1:]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     near = next((each.line for each in named if not _saw_another_go(each)), len(log))
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
@@ -131,13 +141,12 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     said = next(iter([*sick, *owned]), None)
-    before = [each for each in warned if each in alive and said and each.line < said.line and _warns_of(each, said)]
-    of_place, warned = _newest_kind(of_place, alive), _newest_kind(warned, alive)
+    before = [each for each in warned if said and each.line < said.line and _warns_of(each, said)]
     cause = next(iter([*before, *sick, *owned, *of_place, *named, *warned, *spoken]), None)
     of_threads = [each for each in found if each.thread and not each.secondary]
     if alive and of_threads and (cause is None or cause.name in ENDS):
         cause = replace(of_threads[-1], last=False)
-    if cause is not None and cause.name == "abort" and "DistBackendError" in cause.words:
+    if cause is not None and cause.name == "abort" and ("DistBackendError" in cause.words or "Aborted" in cause.words):
         watchdog = (each for each in alive if each.secondary and each.line < cause.line)
         return next((replace(each, signature=cause.signature, secondary=False) for each in watchdog), cause)
     return cause
@@ -145,7 +154,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
 
 def last_line(log: str) -> str:
     """Return the last line that a program wrote, if it is no progress; empty without any."""
-    lines = (line.strip() for line in reversed(log.splitlines()) if not _ASIDE.match(line))
+    lines = (line.strip() for line in reversed(_lines_of(log)) if not _ASIDE.match(line))
     return next((one_line(line) for line in lines if not _PROGRESS.search(line)), "")
 
 
@@ -153,7 +162,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     """Return all words in a log that may say why a program ended, in their order."""
     table = SignatureTable.of_log(log, more)
     present = [*_TROUBLE, *table.texts()]
-    lines = log.splitlines()
+    lines = _lines_of(log)
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
     threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
@@ -175,13 +184,11 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             frames[of] = _IGNORED if ignored else ""
             if of not in chained:
                 threads = threads | {of} if number and _OF_THREAD.search(lines[number - 1]) else threads - {of}
-        elif of in frames and text[0] == " ":
-            if frames[of] != _IGNORED and (frame := _FRAME.match(text)):
+        elif text[0] == " " and (of in frames or 'File "' in text):
+            if frames.get(of) != _IGNORED and (frame := _FRAME.match(text)) and (of in frames or frame[3]):
                 frames[of] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
         elif frames.get(of) == _IGNORED:
             del frames[of]
-        elif _FRAMES_NOTE in text:
-            continue  # the exception itself follows
         else:
             place = frames.pop(of) if of in frames and _RAISED.match(text) else None
             how = "" if place is None else chained.pop(of, "")
@@ -200,21 +207,21 @@ def _statement(
     lines: Sequence[str], number: int, text: str, table: SignatureTable, rank: int | None, place: str | None
 ) -> Statement | None:
     """Return the words of a line; None if it says nothing. `place`: of the exception that it is; None for others."""
-    raised, signature = place is not None, table.classify(text)
+    raised, words, signature = place is not None, text, table.classify(text)
     secondary = table.is_secondary(text, signature)
     # what Slurm ended failed before
     last = raised or (_LAST_WORDS.match(text) is not None and "error: *** " not in text)
-    words = text
     behind = list(_continuation(lines, number, rank)) if last and _CONTINUED.search(text) else []
     if behind and (text.endswith(":") or "Last error:" in behind[:-1]):
-        words = f"{text} {behind[0 if text.endswith(':') else behind.index('Last error:') + 1]}"
+        at = 0 if text.endswith(":") else behind.index("Last error:") + 1
+        words = f"{text} {next((each for each in behind[at:] if _NAMED.match(each)), behind[at])}"
     if secondary or signature is None or signature.name in _OPEN:
         entries = ((each, table.classify(each)) for each in behind)
         better = next(((each, known) for each, known in entries if known and known.name not in _OPEN), None)
         if better is not None:
             secondary, signature, words = False, better[1], f"{text} {better[0]}"
-    refused = place and (_OF_SETTINGS.match(place) or _OPTION.search(text))
-    if refused and signature is not None and signature.name in UNLISTED:
+    refused = place and _REFUSAL.search(f"{text} ({place})")
+    if refused and not secondary and signature is not None and signature.name in UNLISTED:
         signature = failure_signatures.entry("settings", table.more)
     begins = signature is not None and signature.name not in GENERAL and re.match(signature.pattern, text)
     last = bool(last or begins or any(each is signature for each in table.more))
@@ -236,22 +243,30 @@ def _continuation(lines: Sequence[str], number: int, rank: int | None) -> Iterat
     """Yield the lines of the same rank behind an exception that may belong to its message."""
     for line in lines[number + 1 : number + CONTEXT_LINES]:
         other, text = _split_label(line)
-        if (None not in (other, rank) and other != rank) or "Traceback" in line or _TASK_EXIT.match(line):
+        of_another = None not in (other, rank) and other != rank
+        if of_another or "Traceback" in line or text.startswith(("srun: ", "slurmstepd")):
             return
         yield text.strip()
 
 
-_OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
-"""Places whose exceptions refuse a setting."""
-_OPTION = re.compile(r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b")
-"""An option, which the words of an exception name if they refuse it."""
-_OPTIONAL = ("module-missing", "library-missing")
-"""Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
+_REFUSAL = re.compile(
+    r"(?:^|[\s`'\"(])--[a-z][a-z\d]+(?:[-_][a-z\d]+)*\b|[\w*]\.(?:ya?ml|toml|json|ini|cfg)\b|\bdid you mean\b"
+    r"|(?:[.,;:?!]|\bplease|\bor) (?:check (?!\w+ (?:inter|net|conn))|(?:provide|set|use|install|specify|pass|increase"
+    r"|reduce|lower|raise|choose|enable|disable|upgrade|rebuild|add|remove)\b)"
+    r"|\b(?:must|should|needs? to|ha(?:s|ve) to) be (?:set|given|specified|provided|passed|installed|enabled|one of)\b"
+    r"|\b(?:is|are|was|were) not (?:set|given|specified|provided|installed|configured|registered)\b"
+    r"|\b(?:unknown|invalid|unrecognized) (?:field|option|key|setting|argument|parameter|choice)\b"
+    r"|\(\w*(?:config|arguments|settings)\w*\.py:\d+\)$",
+    re.I,
+)
+"""What an exception that refuses a setting names: an option, a file of settings, what to change, or its place."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
-"""Entries whose words may follow from a command that the shell did not find. Before others, the script went on."""
+"""Entries whose words outside a traceback may follow from one another. Before others, the script did without them."""
+_OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gpu-error", "device-error")
+"""Entries of defects that the kernel names, and of what a program saw of them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
-_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"))
+_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"), ("gpu-start", "exception"))
 """Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""
@@ -274,26 +289,18 @@ def _saw_another_go(said: Statement) -> bool:
     return said.name == "infiniband" or "remote process exited" in said.words
 
 
-def _newest_kind(warned: Sequence[Statement], alive: Sequence[Statement]) -> list[Statement]:
-    """Return the warnings of the newest one's entry, the first that training did not survive before."""
-    kind = [each for each in warned if each.name == warned[-1].name]
-    return [each for each in kind if each in alive] or kind[-1:]
-
-
 def _is_passed_over(said: Statement, final: Sequence[Statement]) -> bool:
     """Return whether the program or the script went on after these words, to one of its final words."""
-    later = [each for each in final if each.line > said.line]
-    if said.name == "program-missing":
-        return not said.place and any(each.name not in _OF_SHELL for each in later)
-    optional = said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
-    return optional and not said.place and bool(later)
+    optional = said.name in _OF_SHELL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
+    later = (each for each in final if each.line > said.line and each.name not in _OF_SHELL)
+    return optional and not said.place and any(later)
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:
     """Return whether the first of two chained exceptions is the cause: the second is general and was raised from it, or
     no handler can mend the first; or the handler has a defect of its own."""
     general = other.name in (*GENERAL, "")
-    if one.cause == other.cause in ("node", "file system", "network"):
+    if one.cause == other.cause in ("node", "file system", "network") or (other.secondary and one.name == "exception"):
         return True
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and general

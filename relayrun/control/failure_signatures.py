@@ -35,13 +35,10 @@ UNLISTED = ("unlisted", "assertion")
 """Entries of exceptions whose kind says nothing of the cause."""
 OF_NODE = ("stale-handle",)
 """Entries that count against a node, if it alone says so, besides those of the cause `node`."""
+OF_ANOTHER = ("node-check", "munge")
+"""Entries of defects of a node that another one reports: it is blamed only if the words name it."""
 GENERAL = ("exception", "shell", *UNLISTED, *ENDS)
 """Entries without a special cause."""
-
-
-def _entry(values: dict[str, Any]) -> FailureSignature:
-    fields = {name: value for name, value in values.items() if name not in ("patterns", "any_line")}
-    return FailureSignature(pattern="|".join(values["patterns"]), **fields)
 
 
 @functools.cache
@@ -56,8 +53,12 @@ def _literal(pattern: str) -> str:
 @functools.cache
 def signatures() -> list[tuple[re.Pattern[str], FailureSignature]]:
     """Return the compiled patterns of relayrun's own entries, each with its entry."""
-    entries = [(each["patterns"], _entry(each)) for each in _TABLE["entries"]]
-    return [(re.compile(pattern), known) for patterns, known in entries for pattern in patterns]
+    found = []
+    for each in _TABLE["entries"]:
+        fields = {name: value for name, value in each.items() if name not in ("patterns", "any_line")}
+        known = FailureSignature(pattern="|".join(each["patterns"]), **fields)
+        found += [(re.compile(pattern), known) for pattern in each["patterns"]]
+    return found
 
 
 _MASK = str.maketrans("123456789", "000000000")
@@ -95,7 +96,8 @@ class SignatureTable:
     def is_secondary(self, words: str, known: FailureSignature | None) -> bool:
         """Return whether words only report that another rank is gone, or that it was told to end. `known`: their
         entry."""
-        return (known is None or known.name in GENERAL) and any(each.search(words) for each in self.secondary)
+        general = known is None or known.name in GENERAL or "Error: Caught " in words
+        return general and any(each.search(words) for each in self.secondary)
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:

@@ -12,12 +12,13 @@ from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.trainers.pickle_records import CorruptPickle
-from relayrun.control.trainers.torch_files import read_bounded, read_torch_file
+from relayrun.control.trainers.torch_files import read_bounded, read_torch_file, tensor_shapes
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
 from relayrun.tokens.mixture.build_datasets import order_record, order_settings
 from relayrun.tokens.order.sampler import refuse_other_order
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import compatibility
+from relayrun.train.model.size import pad_to_multiple
 
 CommonValues = Mapping[str, Any]
 """Plain values of a checkpoint; `fixed`, and of `data` the `settings` and `datasets`, are compared."""
@@ -30,6 +31,24 @@ def common_values(folder: Path) -> CommonValues | None:
     except (OSError, InputError, CorruptPickle):
         return None
     return common if isinstance(common, dict) and isinstance(common.get("fixed"), dict) else None
+
+
+def refuse_other_shapes(folder: Path, config: RunConfig, manifest: Manifest | None) -> None:
+    """Raise ConfigError if weights of a checkpoint that says nothing else of its model have other shapes than here."""
+    model, rows = config.model, (config.model.num_layers, config.model.hidden_size)
+    here = {
+        "decoder.final_layernorm.weight": rows[1:],
+        "decoder.layers.self_attention.linear_proj.weight": rows,
+        "decoder.layers.mlp.linear_fc2.weight": (*rows, model.ffn_hidden_size),
+    }
+    if manifest is not None:
+        vocabulary = pad_to_multiple(manifest.vocabulary_size, model.make_vocab_size_divisible_by)
+        here["embedding.word_embeddings.weight"] = (vocabulary, *rows[1:])
+    there = tensor_shapes(folder) if model.spec is None else {}
+    for name, shape in here.items():
+        if (found := there.get(name, shape)[: len(shape)]) != shape:
+            words = f"{folder} is of another model: {name} is {[*found]} there and {[*shape]} here"
+            raise ConfigError(words, where="checkpoint.load", hint="take the model section of the run that made it")
 
 
 def values_after(config: RunConfig, manifest: Manifest | None, begun_with: CommonValues | None) -> CommonValues:

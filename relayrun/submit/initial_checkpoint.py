@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.submit.dry_load import common_values, refuse_other_values
+from relayrun.submit.dry_load import common_values, refuse_other_shapes, refuse_other_values
 from relayrun.submit.wrap import newest_in_folder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
@@ -72,6 +72,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
         found = _find_megatron_for_native(megatron, config, manifest, tell)
     elif (folder / "metadata.json").is_file():
         found = _find_in_folder(folder, config, wanted)
+        refuse_other_shapes(folder, config, manifest)
     else:
         found = _find_in_run(name, folder, config, wanted)
     if megatron is None:
@@ -177,7 +178,8 @@ def _find_in_run(name: str, folder: Path, config: RunConfig, wanted: int | None)
     except RelayrunError as error:
         words = f"checkpoint.load={config.checkpoint.load}: {error.message}"
         words += "" if folder.exists() or Path(name).is_absolute() else f", and no folder {folder}"
-        raise InputError(words, where=error.where, hint=error.hint) from None
+        near = [f"did you mean {path.parent}?" for path in sorted(folder.glob("iter_*/metadata.json"))]
+        raise InputError(words, where=error.where, hint=near[-1] if near else error.hint) from None
     refuse_other_model(found.config.model, config, found.folder)
     return ResumePoint(iteration=found.iteration, path=str(found.folder))
 

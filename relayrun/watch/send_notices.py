@@ -42,6 +42,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.masking import mask_tokens
+from relayrun.terminal import one_line
 from relayrun.watch.text import format_time
 
 ANSWER_SECONDS = 15.0
@@ -388,7 +389,7 @@ def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
     """Return the subject: run, cluster and event."""
     notice = message.notice
     what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
-    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
+    return one_line(plain_text(f"[relayrun] {what}: {notice.reason}"), SUBJECT_LENGTH)
 
 
 def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
@@ -405,17 +406,11 @@ def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
         ("go on", notice.go_on or ""),
         ("log", notice.log or ""),
     ]
-    lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
+    lines = [f"{name + ':':<11}{one_line(plain_text(text), 700)}" for name, text in facts if text]
     text = "\n".join(lines)
     if notice.words:
         text += "\n\n" + plain_text(notice.words[:MAX_WORDS])
     return text if len(text) <= BODY_LENGTH else text[: BODY_LENGTH - 4].rstrip() + "\n..."
-
-
-def one_line(text: str, most: int) -> str:
-    """Return a text in one line of at most `most` characters."""
-    text = " ".join(plain_text(text).split())
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def plain_text(text: str) -> str:

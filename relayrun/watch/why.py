@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
-from relayrun.control.diagnosis import Statement, cause_among, find_statements, last_line, one_line
+from relayrun.control.diagnosis import Statement, cause_among, find_statements, last_line
 from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
@@ -26,6 +26,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import JobEnd
 from relayrun.errors import RelayrunError
+from relayrun.terminal import one_line
 from relayrun.watch.follow import job_log_files
 from relayrun.watch.status.queue import query_queue
 from relayrun.watch.text import format_time
@@ -41,16 +42,6 @@ AROUND_BYTES = 32 << 10
 COUNTED_BYTES = 64 << 20
 """Size of a log up to which the number of a line is counted."""
 ERROR_WORDS = (b"Traceback (most recent", b"rror:", b"NVRM: Xid", b"Segmentation fault")
-JOB_STATES = {
-    "OUT_OF_MEMORY": "host-memory",
-    "TIMEOUT": "time-limit",
-    "DEADLINE": "time-limit",
-    "NODE_FAIL": "node-failure",
-    "BOOT_FAIL": "node-failure",
-    "PREEMPTED": "preempted",
-}
-"""Entries of the table that Slurm's states of a job name."""
-
 Certainty = Literal["seen", "inferred", "unknown"]
 
 
@@ -177,8 +168,8 @@ class _Facts:
             yield replace(made, time=hang.time, rank=hang.culprit, next=command)
         if said is not None and said.weight < 2:
             yield self._quoted(said)
-        if self.job is not None and (name := JOB_STATES.get(state.split()[0])):
-            yield replace(self._by(f"job {self.job.id}: {state}", self.job.source, name), time=self.job.end_time)
+        if self.job is not None and (known := classify(words := f"job {self.job.id}: {state}")) is not None:
+            yield replace(self._by(words, self.job.source, known.name), time=self.job.end_time)
         if around is not None and around.oom_kills:
             words = f"{around.oom_kills} processes of the job were killed for memory"
             yield self._by(words, "memory.events of the job", "host-memory", certainty="inferred")
@@ -189,7 +180,7 @@ class _Facts:
             yield replace(self._quoted(said), certainty="unknown" if said.said.name in UNLISTED else "inferred")
         for task in self.ends:
             if task.signalled and not task.ended and (known := classify(task.what, self.more)) is not None:
-                made = self._by(f"{', '.join(task.nodes)}: {task.what}", "srun", known.name, certainty="inferred")
+                made = self._by(task.line, "srun", known.name, certainty="inferred")
                 yield replace(made, node=task.nodes[0], rank=min(task.tasks, default=None))
         if around is not None and around.unresolved:
             words = f"these names do not resolve: {', '.join(around.unresolved)}"
@@ -272,9 +263,11 @@ def _causes(log: _Log, more: Sequence[FailureSignature]) -> Iterator[_Found]:
 
 
 def _last_words(made: Explanation, logs: Sequence[_Log]) -> Explanation:
-    """Return an explanation without a cause, with the last line of standard error or another log."""
+    """Return an explanation without a cause, with the last line before the first end of a task, and that end."""
     for log in sorted(logs, key=lambda log: log.path.suffix != ".err"):
-        if words := last_line(_decode(log.parts[0][1])):
+        lines = _decode(log.parts[0][1]).splitlines()
+        end = next((n for n, line in enumerate(lines) if error_lines.TASK_END.match(line)), len(lines))
+        if words := "; ".join(filter(None, [last_line("\n".join(lines[:end])), *lines[end : end + 1]])):
             meaning = "no log and no record names a cause; these are the last words"
             return replace(made, quote=words, file=str(log.path), meaning=meaning)
     return made

@@ -204,6 +204,35 @@ def test_an_abort_of_one_task_strikes_no_node_and_a_crash_does() -> None:
     assert blamed_nodes(end.format("Segmentation fault"), [], ntasks=2) == {"n1": "Segmentation fault"}
 
 
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ("OUT_OF_MEMORY", "host-memory"),
+        ("TIMEOUT", "time-limit"),
+        ("DEADLINE", "time-limit"),
+        ("NODE_FAIL", "node-failure"),
+        ("BOOT_FAIL", "node-failure"),
+        ("PREEMPTED", "preempted"),
+        ("FAILED", None),
+        ("COMPLETED", None),
+        ("CANCELLED by 1000", None),
+    ],
+)
+def test_slurms_state_of_a_job_names_a_cause_or_none(state: str, name: str | None) -> None:
+    found = classify(f"job 5123: {state}")
+    assert (found and found.name) == name
+
+
+CHECKED = f"{TRACEBACK}PreflightRejected: n2 slot 5 trained down to x4\n"
+MUNGE = "srun: error: Munge decode failed: Rewound credential\n"
+
+
+@pytest.mark.parametrize(("words", "nodes"), [(CHECKED, {"n2"}), (MUNGE, set()), (CHECKED.replace("n2", "x"), set())])
+def test_the_node_that_the_words_name_is_blamed_and_not_the_one_that_says_so(words: str, nodes: set[str]) -> None:
+    ends = "srun: error: n0: task 0: Exited with exit code 65\nsrun: error: n[1-3]: tasks 1-3: Terminated\n"
+    assert set(blamed_nodes(words + ends, [], ntasks=4)) == nodes
+
+
 def test_an_exception_that_others_raise_from_it_is_the_cause_with_labels_and_times() -> None:
     label = "3: 2026-11-27 06:00:18 [rank3]: "
     lines = f"{TRACEBACK}zlib.error: Error -3 while decompressing data\nThe above exception was the direct cause of"

@@ -212,7 +212,10 @@ def test_each_wrong_input_is_one_clear_error(
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
     assert "no checkpoint of this run is whole" in refused(capsys, *export)
-    assert f"torn or removed: {shard.name} has" in refused(capsys, *export, "--iteration", "7")
+    assert f"torn: {shard.name} has" in refused(capsys, *export, "--iteration", "7")
+    own.checkpoint.rename(tmp_path / "aside")  # as keep_last does before an evaluation's job has begun
+    assert "was removed: raise checkpoint.keep_last, or evaluation.hold" in refused(capsys, *export, "--iteration", "7")
+    (tmp_path / "aside").rename(own.checkpoint)
     commits = own.run.attempt(1).commits
     recorded = commits.read_text()
     commits.write_text(re.sub(r'"files": {.*?}', '"files": {}', recorded))  # the records know of no sizes

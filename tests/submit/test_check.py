@@ -102,6 +102,26 @@ def test_an_unknown_mode_of_wandb_is_refused(workspace: Workspace, monkeypatch: 
     assert (found.level, found.words) == ("error", "WANDB_MODE=ofline is no mode of W&B")
 
 
+@pytest.mark.parametrize(
+    ("match", "level"),
+    [
+        ("*.linear_fc1.weight", "ok"),
+        ("decoder.layers.1.*", "ok"),
+        ("*.layer_norm_weight", "ok"),  # TransformerEngine's name, which the ranks may have
+        ("*.linear_fc3.weight", "error"),
+        ("decoder.layers.99.*", "error"),
+        ("*.experts.*", "error"),
+        ("*.linear_kv_up_proj.*", "error"),
+    ],
+)
+def test_a_group_that_can_match_no_parameter_is_refused(workspace: Workspace, match: str, level: str) -> None:
+    """The ranks said so when they had waited for their nodes."""
+    changed = f"optimizer.groups=[{{match: '{match}', lr_mult: 2}}]"
+    (found,) = [each for each in looked(workspace.config("run"), changed) if each.name == "settings.groups"]
+    assert found.level == level, found.words
+    assert match in found.words or level == "ok"
+
+
 def test_ok_is_for_what_was_looked_at(workspace: Workspace) -> None:
     path = workspace.config("run")
     changes = ["cluster.gpu_memory_gb=80", "job.gpus_per_node=2", "training.precision=bf16", "job.mem=9G"]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from relayrun.cli import main
 from relayrun.config.compose import campaign as campaigns
 from relayrun.config.compose import resolve
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign, submission
 from relayrun.submit.check import rehearsal
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.rehearsal import Rehearsal
+from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from tests.workspace import Workspace
 
 
@@ -121,6 +126,50 @@ def test_changes_that_nobody_made_are_not_listed(workspace: Workspace, capsys: p
     assert json.loads(capsys.readouterr().out)["changes"] == []
     assert main(["check", str(path), "--json", "--set", "training.seed=3"]) == 1
     assert json.loads(capsys.readouterr().out)["changes"] == ["training.seed: 28 -> 3"]
+
+
+def test_a_folder_of_another_model_is_refused_by_its_shapes(workspace: Workspace) -> None:
+    """It says nothing of its model but the shapes of its weights; the ranks would compare them in the job."""
+    model = resolve.load_run_config(workspace.config("run")).model
+    hidden, layers = model.hidden_size, model.num_layers
+    shapes = {
+        "embedding.word_embeddings.weight": (384, hidden),
+        "decoder.final_layernorm.weight": (hidden,),
+        "decoder.layers.mlp.linear_fc2.weight": (layers, hidden, model.ffn_hidden_size),
+    }
+    folder = workspace.folder / "bare/iter_0000010"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text("{}")
+    load = f"checkpoint.load={folder}"
+
+    def check() -> list[str]:
+        (folder / ".metadata").write_bytes(_metadata(shapes))
+        given = resolve.read_settings(workspace.config("run"), [load])
+        found = submission.check_submission(resolve.validate_settings(given), given=given, intent=SubmitIntent())
+        return [each.words for each in found.findings.errors]
+
+    assert check() == []
+    for name, shape in list(shapes.items()):
+        shapes[name] = (*shape[:-1], shape[-1] + 8)
+        (words,) = check()
+        assert "is of another model" in words
+        assert f"{name} is {[*shapes[name]]} there and {[*shape]} here" in words
+        shapes[name] = shape
+    load = f"checkpoint.load={folder.parent}"
+    with pytest.raises(RelayrunError, match="no run directory") as above:
+        find_initial_checkpoint(resolve.load_run_config(workspace.config("run"), [load]), Run(workspace.folder), None)
+    assert above.value.hint == f"did you mean {folder}?"
+    load = f"checkpoint.load={folder}"
+    shapes["decoder.layers.mlp.linear_fc2.weight"] = (layers + 1, hidden, model.ffn_hidden_size)
+    assert "is of another model" in check()[0]
+
+
+def _metadata(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    kinds = {
+        name: TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), [])
+        for name, shape in shapes.items()
+    }
+    return pickle.dumps(Metadata(kinds, None, {}))  # type: ignore[arg-type]
 
 
 def _line(path: Path, text: str) -> int:

@@ -443,6 +443,10 @@ def test_a_copy_of_a_run_that_is_lost_comes_into_any_folder(
     with pytest.raises(InputError, match="there is no copy of iteration 10") as error:
         restore.fetch_copy(where, 10, target)
     assert error.value.hint == "copies: 20, 30"
+    if not below_url:  # named a level too high
+        with pytest.raises(InputError, match="there is no copy") as error:
+            restore.fetch_copy(str(mirrored.place.parent), None, target)
+        assert error.value.hint == f"copies: none; did you mean {mirrored.place}?"
 
 
 # the place

@@ -34,6 +34,8 @@ from relayrun.train.model import cpu_patches  # noqa: E402
 cpu_patches.patch_for_cpu()
 
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
+from relayrun.train.model.size import possible_names  # noqa: E402
+from relayrun.train.optimizer.parameter_groups import parameter_names  # noqa: E402
 
 VOCABULARY, LENGTH, EOD = 64, 32, 5
 EXPERTS = {"num_moe_experts": 4}
@@ -154,6 +156,8 @@ def found(ranks: distributed.Ranks, changes: dict[str, Any]) -> Found:
     without = [name for name, weight in weights if not weight.main_grad.any() and "local_experts" not in name]
     if without:
         return Found(f"no gradient: {', '.join(without)}")
+    if unknown := {name for _, name in parameter_names(model.chunks)} - {*possible_names(settings.model)}:
+        return Found(f"names of which optimizer.groups would be refused: {unknown}")
     digest = hashlib.sha256(np.float64(loss).tobytes())
     for _, weight in weights:
         digest.update(weight.main_grad.float().numpy().tobytes())

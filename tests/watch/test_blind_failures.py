@@ -11,9 +11,13 @@ The files were written before their authors saw the table of failures or a test 
 | blind_failures_fourth_author.txt | 23 | 4 | 3 |
 | blind_failures_fifth_author.txt (40) | 27 | 9 | 4 |
 | blind_failures_sixth_author.txt | 15 | 5 | 10 |
+| blind_failures_seventh_author.txt | 16 | 11 | 3 |
 
 The other author names owners that do not exist here: `environment` is judged as configuration, `data` as configuration,
 file system, or program if the quote names a file. Without that, 15 of that file were right and 15 wrong.
+
+failure_kinds.txt is not blind: kinds that the author of the last mends thought of, and that were not right before: 30
+of 42; with the laws for these, 16 of 34 others; with those, 6 of 16 more.
 
 The table was mended by class afterwards. Five expectations were too narrow and are wider now: native-stale-handle and
 lustre-shutdown (a node that alone loses a file system is the node's), srun-cpu-bind, gated-model and fifth-11 (other
@@ -44,6 +48,8 @@ FILES = (
     "blind_failures_fourth_author.txt",
     "blind_failures_fifth_author.txt",
     "blind_failures_sixth_author.txt",
+    "blind_failures_seventh_author.txt",
+    "failure_kinds.txt",
 )
 OWNERS = {
     "environment": ["configuration"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,33 @@ def test_of_logs_of_64_ranks_with_200_mb_each_the_ends_alone_are_read(run: Run) 
     assert sum("bytes between" in words for words in found.not_read) == 64
     assert 64 * TAIL_BYTES <= read < 66 * (HEAD_BYTES + TAIL_BYTES)
     assert os.path.getsize(found.file) > TAIL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("size", "end", "quote"),
+    [
+        (10 << 30, b"", ""),
+        (10 << 30, TRACEBACK.encode(), "KeyError: 'text'"),
+        (300 << 20, b"loss 1.0 Error: " * (5 << 16), "loss 1.0 Error: loss"),
+        (300 << 20, b"\r 10%|####      | 1/10" * (5 << 15), ""),
+        (300 << 20, b"x" * (5 << 20) + b"\n" + TRACEBACK.encode(), "KeyError: 'text'"),
+    ],
+    ids=["sparse", "sparse-with-an-end", "one-line-of-errors", "progress-bar", "one-line-before-the-end"],
+)
+def test_a_log_of_10_gb_or_of_one_line_is_explained_within_a_second(
+    run: Run, size: int, end: bytes, quote: str
+) -> None:
+    """All but the end of the file is a hole. A line of 4 MB with words like an error took more than four minutes."""
+    error = run.path / "job-1.err"
+    with error.open("wb") as file:
+        file.truncate(size - len(end))
+        file.seek(0, os.SEEK_END)
+        file.write(end)
+    began(run, 1, log=str(error))
+    start = time.process_time()
+    found = explain(run, 1)
+    assert time.process_time() - start < 1
+    assert quote in found.quote
 
 
 def test_surroundings_name_what_is_full_and_what_does_not_resolve(tmp_path: Path) -> None:

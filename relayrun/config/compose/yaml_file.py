@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from relayrun.errors import ConfigError, did_you_mean_path
+from relayrun.terminal import one_line
 
 MAX_VALUES = 100_000
 """Maximum values of a file, including repeats by aliases: a few lines of nested aliases can mean billions."""
@@ -188,16 +189,10 @@ class _NodeReader:
         elif isinstance(value, float) and not math.isfinite(value):
             what = "is no finite number"
         if what:
-            hint = (
-                "quote it if it is text, or write a value of its kind" if value is None else "write a number that fits"
-            )
-            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node), hint=hint)
+            hint = "quote it if it is text, or write a value of its kind" if value is None else "give one that fits"
+            words = f"{'.'.join(at)}: {one_line(str(node.value), 40)!r} {what}"
+            raise ConfigError(words, where=self._place(node), hint=hint)
         return value
-
-
-def _short(node: yaml.ScalarNode) -> str:
-    text = str(node.value)
-    return repr(text if len(text) <= 40 else f"{text[:20]}…{text[-10:]}")
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
 from relayrun.files import free_space, write_error
+from relayrun.terminal import one_line
 
 NodeFacts = dict[str, Any]
 GPU_SECONDS = 10.0
@@ -133,7 +134,7 @@ class TimedProgram:
 def gpu_facts(code: int | None, output: str) -> NodeFacts:
     """Return the facts in the answer of `train.gpu_health`; `gpu_error` if it found nothing out."""
     found = printed_facts(code, output)
-    return {"gpu_error": _shortened(output) or f"exit code {code}"} if found is None else found
+    return {"gpu_error": one_line(output, OUTPUT_CHARACTERS) or f"exit code {code}"} if found is None else found
 
 
 def printed_facts(code: int | None, output: str) -> NodeFacts | None:
@@ -145,7 +146,7 @@ def printed_facts(code: int | None, output: str) -> NodeFacts | None:
 
 
 def _command_facts(code: int | None, output: str) -> NodeFacts:
-    return {"command": {"code": code, "words": _shortened(output)}}
+    return {"command": {"code": code, "words": one_line(output, OUTPUT_CHARACTERS)}}
 
 
 def gather_facts(plan: Plan, attempt: Path) -> NodeFacts:
@@ -161,11 +162,6 @@ def gather_facts(plan: Plan, attempt: Path) -> NodeFacts:
     for facts_of, program in programs:
         found |= facts_of(*program.wait())
     return found | {"seconds": round(time.monotonic() - began, 4)}
-
-
-def _shortened(words: str) -> str:
-    text = " ".join(words.split())
-    return text if len(text) <= OUTPUT_CHARACTERS else text[: OUTPUT_CHARACTERS - 3] + "..."
 
 
 SLOWDOWN_REASONS = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
+from relayrun.control.diagnosis import Statement, find_statements, first_cause
 from relayrun.control.failure_signatures import ENDS, UNLISTED, classify
 from relayrun.control.job_log import LOG_PREFIX, stdout_beside
 from relayrun.control.rundir import node_health, restarts, time_limit
@@ -20,13 +20,12 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import error_lines
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
+from relayrun.terminal import one_line
 
 TAIL_BYTES = 200_000
 EXCERPT_LINES = 30
 SCHEDULER_LINES = 5
 """Maximum number of srun's lines in an excerpt: srun writes one per task, and the first ones suffice."""
-NOT_STARTED_CODES = (126, 127)
-"""Exit codes of a shell that may not execute a program, or does not find it."""
 CERTAIN = ("flags", "syntax", "checkpoint-missing")
 """Causes that lie in no node, even if one rank alone reports them."""
 SIGNAL_EXIT_CODE = 128
@@ -225,7 +224,7 @@ def fatal_reason(
         alike = len(failures) >= ntasks and len(errors) == 1
         return f"every rank: {one_line(errors.pop())}" if alike and known is not None and known.again else None
     said = said or first_cause(log)
-    if exit_code in NOT_STARTED_CODES and not began and _no_task_started(log, ntasks):
+    if exit_code in (126, 127) and not began and _no_task_started(log, ntasks):
         if said is not None and said.name == "script-missing":  # the program exists, but its script does not
             return said.text
         what = "is not found" if exit_code == 127 else "cannot be executed"
@@ -242,8 +241,8 @@ def fatal_reason(
 def _no_task_started(log: str, ntasks: int) -> bool:
     """Return whether srun reports it of every task; the local starter names no tasks, and has one node."""
     ends = error_lines.task_ends(log)
-    codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
-    return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
+    found = {task for end in ends if end.what.endswith(error_lines.NOT_STARTED_ENDS) for task in end.tasks}
+    return not ends or len(found) >= ntasks
 
 
 def _file_line(path: Path) -> str:

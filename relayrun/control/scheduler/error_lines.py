@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.diagnosis import Statement, first_cause
-from relayrun.control.failure_signatures import OF_NODE, UNLISTED, classify, is_secondary_error
+from relayrun.control.failure_signatures import OF_ANOTHER, OF_NODE, UNLISTED, classify, is_secondary_error
 from relayrun.control.rundir.records import RankFailure
 
 TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
@@ -34,6 +34,7 @@ class TaskEnd:
     """In srun's words: `Killed`, `Exited with exit code 1`, ..."""
     ended: bool
     """The step was already ending, so that a signal may be srun's own."""
+    line: str
 
     @property
     def signalled(self) -> bool:
@@ -47,7 +48,7 @@ def task_ends(log: str) -> list[TaskEnd]:
         ended = ended or _TERMINATING.match(line) is not None
         if task := TASK_END.match(line):
             nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
-            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
+            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended, line=line))
     return found
 
 
@@ -106,7 +107,7 @@ def blamed_nodes(
 
     A node failure that Slurm reports always counts. Otherwise the node is blamed whose task failed first by itself
     (`first_failure`) or could not be started, if the cause is a node's. No node is blamed if all tasks ended in the
-    same way, if several nodes had the same error, or if no task can be named.
+    same way, if several nodes had the same error, or if no task can be named. The words of a defect may name the node.
 
     Args:
         said: the first cause by the logs; None: by `log`.
@@ -117,6 +118,12 @@ def blamed_nodes(
     unstarted = {node: what for nodes, what in _LAUNCH_FAILURE.findall(log) for node in expand_nodelist(nodes)}
     if unstarted:
         return unstarted if len(unstarted) == 1 else {}
+    said = said or first_cause(log, more)
+    if said is not None and said.cause == "node":
+        nodes_of_job = {node for end in task_ends(log) for node in end.nodes}
+        named = [node for node in nodes_of_job if re.search(rf"(?<![\w-]){re.escape(node)}(?![\w-])", said.words)]
+        if len(named) == 1 or said.name in OF_ANOTHER:
+            return dict.fromkeys(sorted(named), said.words)
     if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:
         return {}
     first = first_failure(log, failures)
@@ -133,7 +140,7 @@ def blamed_nodes(
     alike_ends = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
     if len({task for end in alike_ends for task in end.tasks}) >= ntasks > 1:
         return {}
-    return {first.nodes[0]: first.what} if _is_node_cause(first, said or first_cause(log, more), more) else {}
+    return {first.nodes[0]: first.what} if _is_node_cause(first, said, more) else {}
 
 
 def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[FailureSignature]) -> bool:

@@ -261,6 +261,7 @@ for _module in ("builtins", "__builtin__"):
 
 MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch"
 _DCP = "torch.distributed.checkpoint."
+_TENSOR = _DCP + "metadata.TensorStorageMetadata"
 METADATA_NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -474,8 +475,17 @@ def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
     return file, offset, length
 
 
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a checkpoint, by key; empty if its `.metadata` cannot be read."""
+    try:
+        kinds = read_records(read_bounded(folder / METADATA_FILE))[0].state["state_dict_metadata"]
+        return {key: tuple(kind.state["size"].arguments[0]) for key, kind in kinds.items() if is_call_of(kind, _TENSOR)}
+    except (OSError, *MALFORMED):
+        return {}
+
+
 def tensor_blocks(records: Any, *, others: bool = False) -> list[tuple[str, str, int, int]]:
     """Return key, file, offset and length of the blocks of tensors; `others`: of everything else."""
     kinds = records.state["state_dict_metadata"]
-    tensors = {key for key, kind in kinds.items() if is_call_of(kind, _DCP + "metadata.TensorStorageMetadata")}
+    tensors = {key for key, kind in kinds.items() if is_call_of(kind, _TENSOR)}
     return [block for block in blocks_of(records) if (block[0] in tensors) is not others]

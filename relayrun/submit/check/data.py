@@ -351,24 +351,21 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
 def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
     records, size = ShardRecords(), manifest.vocabulary_size
+    every = [(what, each.prefix) for what, shards in iterate_data_sets(manifest, None) for each in shards.shards]
     known = 0
-    unknown: list[str] = []
-    for what, shards in iterate_data_sets(manifest, None):
-        for shard in shards.shards:
-            record = records.of(shard.prefix)
-            largest = None if record is None else record.largest_id
-            if largest is None:
-                unknown.append(shard.prefix)
-                continue
-            known += 1
-            if largest >= size:
-                words = f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}"
-                remedy = "set data.tokenizer to the one that made it"
-                findings.refuse("data.ids", words, where=shard.prefix, setting="data.tokenizer", remedy=remedy)
-    if unknown:
+    for what, prefix in every:
+        record = records.of(prefix)
+        if record is None or (largest := record.largest_id) is None:
+            continue
+        known += 1
+        if largest >= size:
+            words = f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}"
+            remedy = "set data.tokenizer to the one that made it"
+            findings.refuse("data.ids", words, where=prefix, setting="data.tokenizer", remedy=remedy)
+    if known < len(every):
         findings.skip(
             "data.ids",
-            f"the ids of {len(unknown):,} of {known + len(unknown):,} shards were not compared with the vocabulary of "
+            f"the ids of {len(every) - known:,} of {len(every):,} shards were not compared with the vocabulary of "
             f"{size:,}: their records do not name the largest (of shards without a record, "
             f"{MAX_SAMPLED_SHARDS} a data set were "
             f"looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer {config.data.tokenizer}",

@@ -103,18 +103,14 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
             f"lines that match have {groups}; whether it prints such lines is not known before it runs",
             setting="command.progress",
         )
-    if rule.pattern is None:
-        words = "it is to say its checkpoints by relayrun.client"
-    elif rule.tracker is not None:
-        words = f"{rule.pattern} counts up to the one that {rule.tracker} names"
-    elif rule.whole_when is not None:
-        words = f"{rule.pattern} counts once {rule.whole_when} is there; that it is written last is taken on trust"
-    elif rule.unfinished_when is not None:
-        words = (
-            f"{rule.pattern} counts once {rule.unfinished_when} has gone; that it is written first is taken on trust"
-        )
-    else:
-        words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
+    ways = {
+        "up to the one that {} names": rule.tracker,
+        "once {} is there; that it is written last is taken on trust": rule.whole_when,
+        "once {} has gone; that it is written first is taken on trust": rule.unfinished_when,
+        "as soon as it has this name; that it is renamed when whole is taken on trust": "",
+    }
+    way = next(way.format(file) for way, file in ways.items() if file is not None)
+    words = f"{rule.pattern} counts {way}" if rule.pattern else "it is to say its checkpoints by relayrun.client"
     findings.assume("command.checkpoint", words)
     if rule.folder is not None:
         return

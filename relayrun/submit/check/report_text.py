@@ -19,6 +19,7 @@ from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_nou
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
 from relayrun.terminal import format_table, print_rows, raw_stream, terminal_width
+from relayrun.watch.text import format_seconds
 
 LEVEL_COLORS = {"ok": 32, "assumed": 36, "not checked": 36, "warning": 33, "error": 31}
 """Colours of a terminal: green, cyan, yellow, red."""
@@ -182,7 +183,7 @@ def _time_words(future: Forecast) -> str:
         return "not known: no run of this shape was measured; cluster.tflops_per_gpu may say what to take"
     jobs = "" if future.jobs is None else f", {future.jobs} jobs or more"
     speed = f"{future.speed.tokens_per_second:,.0f} tokens/s ({future.speed.source})"
-    return f"{_hour_words(future.hours)} of training at {speed}{jobs}"
+    return f"{format_seconds(future.hours * SECONDS_PER_HOUR)} of training at {speed}{jobs}"
 
 
 def _save_interval_words(future: Forecast) -> str:
@@ -192,13 +193,6 @@ def _save_interval_words(future: Forecast) -> str:
         return f"{words}; by Young and Daly: not known before a save and failures (or cluster.node_mtbf_hours) are"
     steps = "" if future.best_interval_steps is None else f", {future.best_interval_steps:,} steps"
     return (
-        f"{words}; by Young and Daly {_hour_words(best.seconds / SECONDS_PER_HOUR)}{steps}: a save takes "
-        f"{best.save:.1f} s "
-        f"({best.save_source}), failures are {_hour_words(best.mtbf / SECONDS_PER_HOUR)} apart ({best.mtbf_source})"
+        f"{words}; by Young and Daly {format_seconds(best.seconds)}{steps}: a save takes {best.save:.1f} s "
+        f"({best.save_source}), failures are {format_seconds(best.mtbf)} apart ({best.mtbf_source})"
     )
-
-
-def _hour_words(hours: float) -> str:
-    if hours < 2 / 60:
-        return f"{hours * SECONDS_PER_HOUR:.0f} s"
-    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 1e6 else f"{hours:.3g} h"

@@ -10,7 +10,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import filter as matching
 from itertools import groupby
+from math import inf
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +23,7 @@ from relayrun.config.sections.notify import VARIABLE_PATTERN
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.masking import describe_secret
 from relayrun.submit.check.findings import Findings
+from relayrun.train.model.size import possible_names
 
 
 def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
@@ -54,35 +58,35 @@ PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECA
 
 @dataclass(frozen=True)
 class SettingRange:
-    """The expected range of a setting. Bounds belong to the range; None: no bound."""
+    """The expected range of a setting. Bounds belong to the range."""
 
     setting: str
     why: str
-    usual: tuple[float | None, float | None]
+    usual: tuple[float, float]
     """A value outside is a warning."""
-    possible: tuple[float | None, float | None] = (None, None)
-    """A value outside is an error."""
+    possible: tuple[float, float] = (-inf, inf)
+    """A value outside is an error, and so is a lower bound itself."""
 
 
 _STEP = "Adam moves every weight by about this much in each step, and weights begin near 0.02"
 _EPS = "it keeps a division by 0 away, and above the gradients' size it ends the adaptation"
 SETTING_RANGES = (
-    SettingRange("optimizer.lr", _STEP, usual=(1e-7, 0.02), possible=(None, 1.0)),
+    SettingRange("optimizer.lr", _STEP, usual=(1e-7, 0.02), possible=(-inf, 1.0)),
     SettingRange(
-        "optimizer.weight_decay", "0.1 is usual; every step takes lr x weight_decay off a weight", usual=(None, 1.0)
+        "optimizer.weight_decay", "0.1 is usual; every step takes lr x weight_decay off a weight", usual=(-inf, 1.0)
     ),
     SettingRange("optimizer.adam_beta1", "0.9 is usual", usual=(0.5, 0.99)),
     SettingRange("optimizer.adam_beta2", "0.95 and 0.999 are usual", usual=(0.8, 0.9999)),
-    SettingRange("optimizer.adam_eps", _EPS, usual=(1e-20, 1e-5), possible=(None, 1.0)),
-    SettingRange("optimizer.clip_grad", "1.0 is usual, 0 is never", usual=(None, 100.0)),
+    SettingRange("optimizer.adam_eps", _EPS, usual=(1e-20, 1e-5), possible=(-inf, 1.0)),
+    SettingRange("optimizer.clip_grad", "1.0 is usual, 0 is never", usual=(-inf, 100.0)),
     SettingRange("model.init_method_std", "0.02 is usual", usual=(1e-4, 0.2), possible=(0.0, 10.0)),
     SettingRange(
         "model.norm_epsilon", "it keeps a division by 0 away: 1e-5 is usual", usual=(1e-12, 1e-3), possible=(0.0, 1.0)
     ),
-    SettingRange("model.hidden_dropout", "above it little gets through", usual=(None, 0.5)),
-    SettingRange("model.attention_dropout", "above it little gets through", usual=(None, 0.5)),
+    SettingRange("model.hidden_dropout", "above it little gets through", usual=(-inf, 0.5)),
+    SettingRange("model.attention_dropout", "above it little gets through", usual=(-inf, 0.5)),
     SettingRange("model.rotary_base", "10,000 and 500,000 are usual", usual=(1000, 1e9)),
-    SettingRange("training.spike_threshold", "noise alone reaches it", usual=(3.0, None)),
+    SettingRange("training.spike_threshold", "noise alone reaches it", usual=(3.0, inf)),
 )
 
 LONG_WARMUP = 0.5
@@ -117,9 +121,19 @@ def _check_native(config: RunConfig, findings: Findings) -> None:
             where = f"cluster.environment of {cluster.name!r}"
             determinism.check_deterministic_environment(cluster.environment, where=where)
     if config.optimizer.groups:
-        words = "whether its patterns match a parameter is known when the ranks build the model"
-        findings.skip("settings.groups", words, setting="optimizer.groups")
+        _groups(config, findings)
     _layout(config, findings)
+
+
+def _groups(config: RunConfig, findings: Findings) -> None:
+    name, setting, names = "settings.groups", "optimizer.groups", possible_names(config.model)
+    if config.model.spec is not None:
+        return findings.skip(name, "the ranks alone know the parameters of model.spec", setting=setting)
+    for match in (group.match for group in config.optimizer.groups if not matching(names, group.match)):
+        near = ", ".join(get_close_matches(match, {re.sub(r"\d+", "N", each) for each in names}, cutoff=0.3))
+        words = f"{match} matches no parameter of this model"
+        return findings.refuse(name, words, setting=setting, remedy=f"names are like {near}")
+    return findings.ok(name, "each group can match a parameter of this model")
 
 
 def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:
@@ -160,24 +174,12 @@ def _check_ranges(config: RunConfig | MegatronConfig, findings: Findings) -> Non
         section, _, name = each.setting.partition(".")
         if getattr(config, section) is None:
             continue
-        value, usual = getattr(getattr(config, section), name), f"usual is {_range_words(each.usual)}"
-        if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
-            words = f"{value:g} cannot be meant: {each.why}"
-            findings.refuse("settings.sense", words, setting=each.setting, remedy=usual)
-        elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
-            findings.warn("settings.sense", f"{value:g} is unusual: {each.why}", setting=each.setting, remedy=usual)
-
-
-def _is_within(value: float, bounds: tuple[float | None, float | None]) -> bool:
-    low, high = bounds
-    return (low is None or value >= low) and (high is None or value <= high)
-
-
-def _range_words(bounds: tuple[float | None, float | None]) -> str:
-    low, high = bounds
-    if low is None or high is None:
-        return f"at most {high:g}" if low is None else f"at least {low:g}"
-    return f"{low:g} to {high:g}"
+        value, (low, high) = getattr(getattr(config, section), name), each.usual
+        usual = f"at most {high:g}" if low == -inf else f"at least {low:g}" if high == inf else f"{low:g} to {high:g}"
+        if not (possible := each.possible[0] < value <= each.possible[1]) or not low <= value <= high:
+            tell, fault = (findings.warn, "is unusual") if possible else (findings.refuse, "cannot be meant")
+            words, remedy = f"{value:g} {fault}: {each.why}", f"usual is {usual}"
+            tell("settings.sense", words, setting=each.setting, remedy=remedy)
 
 
 def _decay(config: RunConfig, findings: Findings) -> None:

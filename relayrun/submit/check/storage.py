@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ from relayrun.config.compose.writable import read_only_path_of
 from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import QuotaLimit
-from relayrun.errors import URL_WRITE_HINT, InputError, why_url_is_refused
+from relayrun.errors import URL_WRITE_HINT, InputError, nearest_existing, why_url_is_refused
+from relayrun.files import file_size
 from relayrun.submit import policies
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.forecast import Forecast, format_bytes
@@ -54,7 +54,7 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
         words = f"copies of checkpoints: {policies.mirror_location(config, second)}"
         with findings.catching("place.mirror", ok=words):
             policies.refuse_mirror_location(second, run)
-        folder, own = policies.mirror_folder(second), existing_parent(run.path)
+        folder, own = policies.mirror_folder(second), nearest_existing(run.path)
         if folder is not None and folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
             words = "copies of checkpoints lie on the file system of the run, and are lost with it"
             remedy = "set checkpoint.mirror.path to a folder of another file system"
@@ -89,7 +89,7 @@ def check_log_folder(folder: Path) -> None:
 
     Jobs would die without a word. Nothing is made here.
     """
-    there = existing_parent(folder)
+    there = nearest_existing(folder.resolve())
     try:
         with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
             pass
@@ -99,23 +99,15 @@ def check_log_folder(folder: Path) -> None:
         raise InputError(words, where=folder, hint=hint) from None
 
 
-def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
-    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
-
-
 def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_command: Sequence[str] = ()) -> None:
     """Compare the size of checkpoints with the free space of the run directory.
 
     `quota_command`: the site's own that says the quota.
     """
-    place = existing_parent(run.checkpoints)
+    place = nearest_existing(run.checkpoints.resolve())
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
-    already = 0
-    for path in run.checkpoints.glob("iter_*/*"):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            already += path.stat().st_size
+    already = sum(file_size(path) for path in run.checkpoints.glob("iter_*/*"))
     one, kept = forecast.checkpoint.bytes, forecast.checkpoint.most_bytes
     name = "storage.space"
     words = (
@@ -144,9 +136,8 @@ def _check_quota(limit: QuotaLimit, place: Path, one: int, kept: int, findings: 
             findings.warn(name, f"{limit.source}: {free} files left", where=place)
         return
     words = f"{limit.source}: {format_bytes(free)} left"
-    if free < one:
-        findings.warn(name, f"{words}, and not one checkpoint fits", where=place, value=free, remedy="free some space")
-    elif free < kept:
-        findings.warn(name, f"{words}, and not all checkpoints that are kept fit", where=place, value=free)
+    if free < max(one, kept):
+        few = "one checkpoint fits" if free < one else "all checkpoints that are kept fit"
+        findings.warn(name, f"{words}, and not {few}", where=place, value=free, remedy="free some space")
     else:
         findings.ok(name, words, value=free)

@@ -24,6 +24,7 @@ from relayrun.submit.megatron_lm.bash_syntax import (
 )
 from relayrun.submit.megatron_lm.bash_test import BashTest
 from relayrun.submit.megatron_lm.bash_values import MARK, Source
+from relayrun.terminal import one_line
 
 MOST_STEPS = 200_000
 """Commands of a script that are followed, loops included."""
@@ -440,7 +441,7 @@ class Script(BashBuiltins):
 
     def substitute(self, text: str, at: int) -> str:
         """The output of a command substitution: known for the shell's own commands, unknown for programs."""
-        shell = self.fork()
+        shell, shown = self.fork(), one_line(MARK.sub("...", text), 60)
         shell.output = []
         shell.found = Followed()
         source = Source(self.source.name, text, self.source.line(at))
@@ -449,16 +450,11 @@ class Script(BashBuiltins):
         except LeaveBash:
             pass
         except UnreadableBash:
-            return self.mark(at, f"$({_shortened(text)}) is not read")
+            return self.mark(at, f"$({shown}) is not read")
         self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
         known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
         empty = not shell.output and bool(shell.found.others or shell.found.launched)
         if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
             command = tuple(known[-1].words) if known else ()
-            return self.mark(at, f"it is the output of $({_shortened(text)}), which nobody runs here", command=command)
+            return self.mark(at, f"it is the output of $({shown}), which nobody runs here", command=command)
         return "".join(shell.output).rstrip("\n")
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(MARK.sub("...", text).split())
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +116,9 @@ def _folder(run: Run, iteration: int, *, whole: bool) -> Path:
     for commit in line:
         if commit.iteration == iteration:
             if whole and (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
-                raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(line))
+                gone = "was removed: raise checkpoint.keep_last, or evaluation.hold for evaluations that wait"
+                words = f"is torn: {fault}" if os.path.lexists(commit.path) else gone
+                raise InputError(f"this checkpoint {words}", where=commit.path, hint=_have(line))
             return Path(commit.path)
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(line))
 

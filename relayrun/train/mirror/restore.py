@@ -133,8 +133,10 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
     if not chosen:
         have = ", ".join(str(copy.iteration) for copy in reversed(copied)) or "none"
-        what = "no copy" if iteration is None else f"no copy of iteration {iteration}"
-        raise InputError(f"there is {what}", where=where, hint=f"copies: {have}")
+        what = "there is no copy" + ("" if iteration is None else f" of iteration {iteration}")
+        found = (path for deep in ("*", "*/*") for path in Path(where).glob(f"{deep}/copies.jsonl"))
+        hint = "; ".join([f"copies: {have}", *(f"did you mean {path.parent}?" for path in found)])
+        raise InputError(what, where=where, hint=hint)
     target.mkdir(parents=True, exist_ok=True)
     staging = target / ".staging"
 

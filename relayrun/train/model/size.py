@@ -1,4 +1,4 @@
-"""Number of parameters, FLOPs per token and GPU memory of a model, by formula; without torch."""
+"""Number of parameters and their names, FLOPs per token and GPU memory of a model, by formula; without torch."""
 
 from __future__ import annotations
 
@@ -250,3 +250,22 @@ sheets; where NVIDIA's has the figure with sparsity alone, half of it."""
 def peak_flops(device_name: str) -> float | None:
     """Return dense bf16 FLOP/s of a GPU; None if the device is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+
+
+def possible_names(model: ModelSection) -> list[str]:
+    """Return all names that parameters of a model without `model.spec` may have, by any implementation of layers."""
+    latent, experts = model.transformer.multi_latent_attention, range(model.transformer.num_moe_experts or 0)
+    attention = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj") if latent else ("qkv",)
+    modules = ["input_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.activation_func"]
+    modules += [f"self_attention.linear_{name}" for name in ("proj", *attention)]
+    modules += [f"self_attention.{name}_layernorm" for name in ("q", "kv" if latent else "k")]
+    if experts:
+        modules += [f"mlp.{name}" for name in ("router", "experts", "shared_experts")]
+        each = ["shared_experts", *(f"experts.local_experts.{n}" for n in experts)]
+        modules += [f"mlp.{name}.linear_fc{k}" for name in each for k in (1, 2)]
+    kinds = ("weight", "bias", "layer_norm_weight", "layer_norm_bias", "alpha_p", "alpha_n", "gate_weight", "weight1")
+    names = [f"{module}.{kind}" for module in modules for kind in (*kinds, "weight2")]
+    names += [f"mlp.experts.linear_fc{k}.{kind}{n}" for n in experts for k in (1, 2) for kind in kinds[:2]]
+    once = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"]
+    once += ["output_layer.weight"] if model.untie_embeddings_and_output_weights else []
+    return once + [f"decoder.layers.{layer}.{name}" for layer in range(model.num_layers) for name in names]
