@@ -13,7 +13,7 @@ from typing import Any
 
 from relayrun.submit.megatron_lm.bash_syntax import Node, UnreadableBash
 from relayrun.submit.megatron_lm.bash_test import formatted
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source, split_fields, unescaped
 
 
 def _truncated(left: int, right: int) -> int:
@@ -44,6 +44,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Invert: lambda _, right: ~right,
     ast.Not: lambda _, right: not right,
 }
+_BITS = {ast.BitAnd, ast.BitOr, ast.BitXor}
 
 
 class BashArithmetic(BashValues):
@@ -76,7 +77,10 @@ class BashArithmetic(BashValues):
     def _calculate(self, text: str, at: int) -> int | str:
         if (unknown := MARK.search(text)) is not None:
             return unknown[0]
-        text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", re.sub(r"!(?!=)", " not ", text))
+        if re.search(r"#|\+\+|--|!(?!=)\s*[^\s\w(]|!\s*\(.*\(", text):
+            raise UnreadableBash(at, f"the arithmetic {text.strip()!r} is not read")
+        text = re.sub(r"!(?!=)\s*(\w+|\([^()]*\))", r"(not \1)", text)
+        text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", text)
         text = text.replace("&&", " and ").replace("||", " or ").replace("\n", " ")
         if (choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)) is not None:
             text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
@@ -111,15 +115,22 @@ class BashArithmetic(BashValues):
             left, right, kind = inner(node.left), inner(node.comparators[0]), type(node.ops[0])  # type: ignore[assignment]
         else:
             raise ValueError
+        below = {type(each) for each in ast.walk(node)}
+        if (isinstance(node, ast.Compare) and below & _BITS) or (kind is ast.USub and ast.Pow in below):
+            raise ValueError  # these bind otherwise in Python
         if isinstance(left, str) or isinstance(right, str):
             return left if isinstance(left, str) else right
         if kind in (ast.Pow, ast.LShift) and not 0 <= right <= 64:
             raise ValueError
-        return int(_OPERATORS[kind](left, right))
+        return (int(_OPERATORS[kind](left, right)) + 2**63) % 2**64 - 2**63
 
 
 MAX_SCRIPT_BYTES = 1 << 20
 PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
+OUTPUT = "\ue004"
+"""Stands in a text for the output of a program, which only a job has."""
+_OF_A_MACHINE = re.compile(r"/(?:proc|sys|dev|etc)/.*")
+"""Files that differ between machines."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,13 @@ class Followed:
     """Traps and such, each with its place."""
 
 
+@dataclass
+class Input:
+    """What commands read, one behind the other."""
+
+    text: str
+
+
 class LeaveBash(Exception):
     """`break`, `continue`, `return` or `exit`."""
 
@@ -160,7 +178,6 @@ class BashBuiltins(BashArithmetic):
 
     def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
         super().__init__(variables, defaults, source)
-        self.functions: dict[str, tuple[Source, Node]] = {}
         self.found = Followed()
         self.files: dict[str, str] = {}
         """Files that the script writes, with their text."""
@@ -169,8 +186,8 @@ class BashBuiltins(BashArithmetic):
         self.assigned: set[str] = set()
         """Names that the script gives a value."""
         self.locals: list[dict[str, object]] = []
-        self.options: set[str] = set()
-        self.input: str | None = None
+        self.input: Input | None = None
+        """What commands read; None: only a job has it."""
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
         """Follow another text in this shell."""
@@ -189,16 +206,42 @@ class BashBuiltins(BashArithmetic):
             self.positional = outer
 
     def _do_set(self, words: list[str], node: Node) -> bool:
-        for number, word in enumerate(words):
-            if word == "--" or not re.match(r"[-+]\w", word):
-                self.positional = words[number + (word == "--") :]
-                break
-            if word == "-o" and words[number + 1 : number + 2] == ["allexport"]:
-                self.options.add("a")
-            elif "a" in word[1:] and word[1:] != "allexport":
-                (self.options.add if word[0] == "-" else self.options.discard)("a")
-            elif word in ("-o", "+o"):
-                break
+        rest = list(words)
+        while rest and re.match(r"[-+]\w", rest[0]):
+            word = rest.pop(0)
+            name = rest.pop(0) if word.endswith("o") and rest else ""
+            letters = {*word[1:], {"allexport": "a", "noglob": "f"}.get(name, "")} & {"a", "f"}
+            self.options = self.options | letters if word[0] == "-" else self.options - letters
+        if rest:
+            self.positional = rest[rest[0] == "--" :]
+        return True
+
+    def _do_shopt(self, words: list[str], node: Node) -> bool:
+        if "-s" in words and re.search("nocase|lastpipe|failglob|dotglob|globstar", " ".join(words)):
+            raise UnreadableBash(node.at, f"shopt {' '.join(words)} is not read")
+        if "nullglob" in words:
+            (self.options.add if "-s" in words else self.options.discard)("nullglob")
+        return True
+
+    def _do_cd(self, words: list[str], node: Node) -> bool | None:
+        """Change the working directory; whether a folder is there, only a job knows, unless it is here too."""
+        self.found.ignored.append((self.source.where(node.at), " ".join(["cd", *words])))
+        before = self.value("PWD", node.at) or ""
+        target = (words or [str(self.value("HOME", node.at))])[-1]
+        target = str(self.value("OLDPWD", node.at)) if target == "-" else os.path.join(before, target)
+        known = target.startswith("/") and not MARK.search(target)
+        new = os.path.normpath(target) if known else self.mark(node.at, f"cd {MARK.sub('...', target)} is not known")
+        self.variables |= {"OLDPWD": before, "PWD": new}
+        self.assigned.add("PWD")
+        return True if known and os.path.isdir(target) else None
+
+    _do_pushd = _do_cd
+
+    def _do_popd(self, words: list[str], node: Node) -> bool | None:
+        return self._do_cd([self.mark(node.at, "the folder that popd returns to is not known")], node)
+
+    def _do_pwd(self, words: list[str], node: Node) -> bool:
+        self.say(f"{self.plain('PWD', node.at)}\n")
         return True
 
     def _do_unset(self, words: list[str], node: Node) -> bool:
@@ -207,13 +250,20 @@ class BashBuiltins(BashArithmetic):
                 array = self.variables.get(element[1])
                 if isinstance(array, dict):
                     array.pop(element[2], None)
-            elif word != "-f":
+            elif "-f" in words or (word not in self.variables and word in self.functions):
+                self.functions.pop(word, None)
+            else:
                 self.variables.pop(word, None)
                 self.exported.discard(word)
         return True
 
     def _do_shift(self, words: list[str], node: Node) -> bool:
-        self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
+        count = int(words[0]) if words and words[0].isdigit() else 1
+        if self.uncounted(self.positional[:count]):
+            raise UnreadableBash(node.at, "shift passes over words whose number only a job knows")
+        if count > len(self.positional):
+            return False
+        self.positional = self.positional[count:]
         return True
 
     def _do_echo(self, words: list[str], node: Node) -> bool:
@@ -222,61 +272,64 @@ class BashBuiltins(BashArithmetic):
             end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
             words = words[1:]
         text = " ".join(words)
-        self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
+        self.say((unescaped(text, node.at) if escapes else text) + end)
         return True
 
     def _do_printf(self, words: list[str], node: Node) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = formatted(words)
+        text = formatted([unescaped(words[0], node.at), *words[1:]]) if words else None
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
         if target is not None:
             self.variables[target] = text
         else:
-            self._say(text, node)
+            self.say(text)
         return True
 
-    def _say(self, text: str, node: Node) -> None:
-        """Give text to what reads the output: a substitution, or a file."""
-        for kind, word in node.redirections:
-            if kind in (">", ">|"):
-                self.files[self.text(word)] = text
-                return
-            if kind == ">>" or (kind == ">&" and word.text == "2"):
-                return
+    def say(self, text: str) -> None:
+        """Give text to what reads the output: a substitution, a pipe, or a file."""
         if self.output is not None:
             self.output.append(text)
 
     def _do_read(self, words: list[str], node: Node) -> bool | None:
-        letters = "".join(word[1:] for word in words if word.startswith("-"))
-        names = [word for word in words if not word.startswith("-")]
-        known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
-        if not known or not names:
-            return self._unread(names, node)
-        ifs = self.variables.get("IFS", " \t\n")
-        line = (self.input or "").split("\n")[0]
+        letters, end, rest = "", "\n", list(words)
+        while rest and re.match("-.", rest[0]):
+            option = rest.pop(0)
+            letters += option[1:]
+            if option[-1] in "dptinNu" and rest:
+                value = rest.pop(0)
+                end = value[:1] or "\0" if option[-1] == "d" else end
+        if self.input is None or re.search("[nNu]", letters) or MARK.search(self.input.text):
+            return self._unread(rest, node)
+        line, found, self.input.text = self.input.text.partition(end)
+        if "\\" in line and "r" not in letters:
+            return self._unread(rest, node)
+        ifs = str(self.variables.get("IFS", " \t\n"))
         if "a" in letters:
-            parts = [part for part in re.split(f"[{re.escape(str(ifs))}]", line) if part] if ifs else [line]
-            self.variables[names[0]] = {str(number): part for number, part in enumerate(parts)}
-            return True
-        parts = re.split(f"[{re.escape(str(ifs))}]+", line.strip(), maxsplit=len(names) - 1) if ifs else [line]
-        for number, name in enumerate(names):
+            self.variables[rest[0]] = {str(number): part for number, part in enumerate(split_fields(line, ifs))}
+            return bool(found)
+        parts = split_fields(line, ifs, len(rest)) if rest else [line]
+        for number, name in enumerate(rest or ["REPLY"]):
             self.variables[name] = parts[number] if number < len(parts) else ""
-        return True
+        return bool(found)
 
     def _unread(self, names: list[str], node: Node) -> bool | None:
         for name in names or ["REPLY"]:
-            self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
+            self.variables[name] = self.several(node.at, f"${name} is read from what only a job has")
         return None
 
     def _do_mapfile(self, words: list[str], node: Node) -> bool | None:
         names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
-        if self.input is None or MARK.search(self.input):
+        others = [word for word in words if word.startswith("-") and word != "-t"]
+        if self.input is None or others or MARK.search(self.input.text):
             return self._unread(names[-1:], node)
-        lines = self.input.removesuffix("\n").split("\n")
-        self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
+        lines = re.findall(r"[^\n]*\n|[^\n]+", self.input.text)
+        found = [line.removesuffix("\n") if "-t" in words else line for line in lines]
+        self.variables[names[-1]] = {str(number): line for number, line in enumerate(found)}
         return True
+
+    _do_readarray = _do_mapfile
 
     def _do_let(self, words: list[str], node: Node) -> bool | None:
         found = [self.arithmetic(word, node.at) for word in words]
@@ -287,20 +340,35 @@ class BashBuiltins(BashArithmetic):
 
     def _do_source(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0]) if words else ""
-        path = Path(name)  # sbatch begins where it is called; a sourced file's own neighbours come second
-        path = path if path.is_file() else Path(os.path.dirname(self.source.name), name)
-        text = self.files.get(name)
-        known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
-        if text is None and known and path.is_file():
-            text = read_script(path)
-        if text is not None:
+        known = name and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
+        if known and (text := self.readable(name)) is not None:
             self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
-            return self._until_return(words[1:] or self.positional, Source(str(path), text))
+            return self._until_return(words[1:] or self.positional, Source(self.path(name), text))
         if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
             self.found.setup.append((self.source.where(node.at), f"source {name}"))
             return True
         shown = MARK.sub("...", words[0]) if words else ""
         raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
+
+    def path(self, name: str) -> str:
+        """Where a file lies: sbatch begins where it is called; neighbours of the script come second."""
+        here = self.value("PWD", 0) if "PWD" in self.assigned else ""
+        first = os.path.join(here or "", name)
+        beside = os.path.join(os.path.dirname(self.source.name), name)
+        return beside if "PWD" not in self.assigned and not os.path.isfile(first) else first
+
+    def readable(self, name: str, at: int | None = None) -> str | None:
+        """The text of a file that the script writes, or that lies here; None if only a job has it. `at`: note it."""
+        text, path = self.files.get(os.path.normpath(name)), self.path(name)
+        here = not MARK.search(path) and os.path.isfile(path) and (at is None or not _OF_A_MACHINE.fullmatch(path))
+        if text is None and here:
+            try:
+                text = read_script(Path(path))
+            except (OSError, UnicodeDecodeError):
+                return None
+            if at is not None:
+                self.notes.append(f"{self.source.where(at)}: {name} is read: its text is taken as it is here")
+        return None if text is None or OUTPUT in text else text
 
 
 def read_script(path: Path) -> str:

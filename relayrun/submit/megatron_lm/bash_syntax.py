@@ -310,7 +310,7 @@ class _Parser(BashText):
                 plain = re.sub(r"[\\'\"]", "", word.text)
                 self.heredocs.append((plain, match[1] == "<<-", plain != word.text, node.redirections))
             else:
-                node.redirections.append((match[1], word))
+                node.redirections.append((match[0].removeprefix("1"), word))
             self._blanks()
 
     def _group(self) -> Node:

@@ -32,6 +32,11 @@ class BashTest:
 
     def __init__(self, values: BashValues, words: list[Word], at: int, *, expanded: bool = False) -> None:
         self.values, self.words, self.where, self.expanded, self.at = values, words, at, expanded, 0
+        if expanded:  # an unset variable without quotes is no word
+            self.words = [each for each in words if self._value(each) == "" or not self._is_unset(each.text)]
+
+    def _is_unset(self, text: str) -> bool:
+        return self.values.without_unset(text) == "" and bool(self.values.uncounted([text]))
 
     def answer(self) -> bool | None:
         """True or false; None: only a job knows it. Raises UnreadableBash."""
@@ -103,7 +108,9 @@ class BashTest:
             empty = MARK.sub("", value) == ""
             return (kind == "-n") is not empty if not unknown or not empty else None
         if kind == "-v":
-            return value in self.values.variables
+            name, _, index = value.removesuffix("]").partition("[")
+            found = self.values.value(name, word.at, index or None)
+            return None if MARK.search(found or "") else found is not None
         if kind in _FILE_TESTS and not unknown and value == text:
             if value and not value.startswith("/"):
                 return None  # nobody knows in which folder
@@ -121,43 +128,55 @@ class BashTest:
         if kind in ("-nt", "-ot") or MARK.search(one):
             return None
         if kind.startswith("-"):
-            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
+            texts = [one, script.without_unset(self._value(right))]
+            if self.expanded and not all(re.fullmatch(r"\s*[-+]?\d+\s*", each) for each in texts):
+                return None if any(map(MARK.search, texts)) else False  # an error for Bash
+            texts = [str(int(each)) for each in texts] if self.expanded else texts
+            numbers = [script.arithmetic(each or "0", left.at) for each in texts]
             if any(isinstance(number, str) for number in numbers):
                 return None
             first, last = int(numbers[0]), int(numbers[1])
             return bool(getattr(operator, kind[1:])(first, last))
         if kind in ("=", "==", "!=") and not self.expanded:
             pattern = script.pattern(right)
-            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
-        other = script.without_unset(self._value(right))
+            return None if pattern is None else (re.fullmatch(pattern, one) is not None) is (kind != "!=")
+        other = script.regex(right) if kind == "=~" else script.without_unset(self._value(right))
         if MARK.search(other):
             return None
         if kind == "=~":
             try:
-                return re.search(other, one) is not None
+                found = re.search(other, one, re.S)
             except re.error:
                 self._refuse()
+            texts = [found[0], *(each or "" for each in found.groups())] if found is not None else []
+            script.variables["BASH_REMATCH"] = {str(number): text for number, text in enumerate(texts)}
+            return found is not None
         return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
+
+
+_PRINTED = {"s": ".*", "q": r"[^\n\t]*", **dict.fromkeys("feg", r"-?\d*(\.\d+)?([eE][-+]?\d+)?")}
+"""Words that `printf` takes, by their letters; whole numbers by default."""
 
 
 def formatted(words: list[str]) -> str | None:
     """The output of `printf`; None if it is not known."""
-    if not words or MARK.search(words[0]):
+    if not words or MARK.search(words[0]) or re.search("%%[qu]", words[0]):
         return None
-    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
-    pattern = re.sub(r"(%[-+ 0#]*\d*(?:\.\d+)?)([qu])", lambda each: each[1] + {"q": "s", "u": "d"}[each[2]], pattern)
-    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdixXfge])", pattern)
-    wanted = [part[-1] for part in parts if part != "%%"]
-    if pattern.count("%") - parts.count("%%") * 2 != len(wanted) or (wanted and len(words) - 1 > len(wanted) * 1000):
+    kinds = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?([sqdiuxXfge]))", words[0])
+    pattern = re.sub(r"(%[-+ 0#]*\d*(?:\.\d+)?)([qu])", lambda each: each[1] + {"q": "s", "u": "d"}[each[2]], words[0])
+    wanted = [kind for kind in kinds if kind]
+    if pattern.count("%") != 2 * len(kinds) - len(wanted) or (wanted and len(words) - 1 > len(wanted) * 1000):
         return None
     rest, found = list(words[1:]), []
     while True:
         values: list[object] = []
         for kind in wanted:
             word = rest.pop(0) if rest else ""
-            if kind != "s" and not re.fullmatch(r"-?\d*(\.\d+)?", word):
+            if not re.fullmatch(_PRINTED.get(kind, r"-?(0|[1-9]\d*)|"), word, re.S):
                 return None
-            values.append(word if kind == "s" else float(word or 0) if kind in "fge" else int(word or 0))
+            if kind == "q":
+                word = re.sub(r"[^\w@%+=:./~#-]|^[~#]", r"\\\g<0>", word) or "''"
+            values.append(word if kind in "sq" else float(word or 0) if kind in "fge" else int(word or 0))
         found.append(pattern % tuple(values))
         if not rest or not wanted:
             return "".join(found)

@@ -10,25 +10,35 @@ import copy
 import fnmatch
 import glob
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
-from relayrun.submit.megatron_lm.bash_syntax import BashText, UnreadableBash, Word, line_number
+from relayrun.submit.megatron_lm.bash_syntax import BashText, Node, UnreadableBash, Word, line_number
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 """A value in a text that only a job knows; the number is that of its `UnknownValue`."""
-PER_JOB = re.compile(r"SLURM\w*|HOSTNAME|RANDOM|SECONDS|BASHPID|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|TMPDIR|[$!?_-]|0")
+PER_JOB = re.compile(
+    r"SLURM\w*|HOST(?:NAME|TYPE)|S?RANDOM|SECONDS|EPOCH\w+|BASH\w*|FUNCNAME|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|"
+    r"TMPDIR|E?UID|OSTYPE|MACHTYPE|SHLVL|PIPESTATUS|(?:OLD)?PWD|PATH|[$!?_-]|0"
+)
 """Variables with a value in a job alone."""
+QUOTED = "\ue003"
+"""Stands in a pattern before a character that is quoted."""
+_CLASSES = {"alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "digit": "0-9", "space": " \t\n\r\f\v", "upper": "A-Z"}
 _EXPRESSION = re.compile(r"(?=.*\w)[\d\[\]()*+-]+|(?=.*M)[ME*|-]+")
 """Words that Megatron-LM computes, as `[0]*3+[1]*58` of --moe-layer-freq or `M-M*` of --hybrid-layer-pattern."""
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
-_BRACES = re.compile(r"(?<!\$)\{([^{}'\"$`\\\s]*(?:,|\.\.)[^{}'\"$`\\\s]*)\}")
+_BRACES = re.compile(r"\{((-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?|[^{}'\"$`\\\s]*,[^{}'\"$`\\\s]*)\}")
 _ALL_VALUES = re.compile(r"\$@|\$\{(\w+\[@\]|@)([:+-].*)?\}", re.S)
 """An expansion in quotes that may become no word at all."""
-_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "e": "\x1b"}
+_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "r": "\r"}
+DEFAULTS = {"IFS": " \t\n", "OPTIND": "1"}
+"""Variables of a new shell."""
+_COPIED = ("exported", "keyed", "integers", "positional", "functions", "options")
 Variable = str | dict[str, str]
 """A text, or an array by its indices."""
 
@@ -63,16 +73,17 @@ class Source:
 
 @dataclass
 class _Fields:
-    """The words that an expansion becomes; `pattern` is the last word with its quoted parts escaped."""
+    """The words that an expansion becomes; `pattern` is the last word with its quoted characters marked."""
 
     ifs: str | None
+    loose: set[int]
     done: list[tuple[str, str]] = field(default_factory=list)
     text: str | None = None
     pattern: str = ""
 
     def add(self, text: str, *, quoted: bool) -> None:
         self.text = (self.text or "") + text
-        self.pattern += glob.escape(text) if quoted else text
+        self.pattern += re.sub(r"[^\w\ue000\ue001]", rf"{QUOTED}\g<0>", text) if quoted else text
 
     def end(self) -> None:
         if self.text is not None:
@@ -83,12 +94,12 @@ class _Fields:
         """Add the value of an unquoted parameter."""
         if self.ifs is None:
             return self.add(text, quoted=False)
-        blanks = "".join(char for char in self.ifs if char in " \t\n")
-        parts = re.split(f"[{re.escape(self.ifs)}]+" if blanks else f"[{re.escape(self.ifs)}]", text)
+        self.loose.update(map(int, MARK.findall(text)))
+        parts = re.split(_separators(self.ifs), text) if self.ifs else [text]
         for number, part in enumerate(parts):
             if number:
                 self.end()
-            if part or (not blanks and 0 < number < len(parts) - 1):
+            if part or (number < len(parts) - 1 and (number or text[:1].strip())):
                 self.add(part, quoted=False)
         return None
 
@@ -97,17 +108,24 @@ class BashValues:
     """Variables, and the values of words."""
 
     def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
-        self.before = dict(variables)
+        self.before = {**DEFAULTS, **variables}
         """Variables that are set when the script begins."""
-        self.variables: dict[str, Variable] = dict(variables)
-        self.exported = set(variables)
+        self.variables: dict[str, Variable] = dict(self.before)
+        self.exported = {*variables} - {"PWD", "OLDPWD"}
         self.defaults = defaults
         """Values of variables that the script only reads."""
         self.keyed: set[str] = set()
         """Associative arrays."""
+        self.integers: set[str] = set()
+        self.functions: dict[str, tuple[Source, Node]] = {}
+        self.options: set[str] = set()
+        self.substituted: bool | None = True
+        """The status of the last substitution."""
         self.positional: list[str] = []
         self.source = source
         self.unknown: list[UnknownValue] = []
+        self.loose: set[int] = set()
+        """Unknown values, by their numbers, that may be several words or none."""
         self.notes: list[str] = []
         """Sentences on evaluated tests, each with its line."""
 
@@ -121,13 +139,31 @@ class BashValues:
         other.variables = {
             name: dict(value) if isinstance(value, dict) else value for name, value in self.variables.items()
         }
-        other.exported, other.keyed, other.positional = set(self.exported), set(self.keyed), list(self.positional)
+        other.take(self)
         return other
+
+    def differs(self, other: Self) -> bool:
+        """Whether functions, options or parameters are others; variables are not compared."""
+        return any(getattr(self, name) != getattr(other, name) for name in _COPIED if name != "exported")
+
+    def take(self, other: Self) -> None:
+        """Have the functions, options and parameters of another shell."""
+        for name in _COPIED:
+            setattr(self, name, copy.copy(getattr(other, name)))
 
     def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "") -> str:
         """A text that stands for an unknown value."""
         self.unknown.append(UnknownValue(self.source.where(at), words, command, unset))
         return f"\ue000{len(self.unknown) - 1}\ue001"
+
+    def several(self, at: int, words: str) -> str:
+        """A text that stands for an unknown number of words."""
+        self.loose.add(len(self.unknown))
+        return self.mark(at, words)
+
+    def uncounted(self, values: Iterable[str]) -> str:
+        """The first value that may be several words or none; empty if each is one word."""
+        return next((value for value in values if self.loose.intersection(map(int, MARK.findall(value)))), "")
 
     def unknowns(self, text: str) -> list[UnknownValue]:
         """The unknown values in a text."""
@@ -139,9 +175,8 @@ class BashValues:
 
     def words(self, word: Word, *, split: bool = True) -> list[str]:
         """The words that a word becomes."""
-        raws = self._braces(word.text) if split else [word.text]
-        ifs = self.variables.get("IFS", " \t\n")
-        fields = _Fields((ifs if isinstance(ifs, str) else " \t\n") if split else None)
+        raws = self._braces(word) if split else [word.text]
+        fields = _Fields(str(self.variables.get("IFS", " \t\n")) if split else None, self.loose)
         for raw in raws:
             self._expand(raw, 0, len(raw), fields, word.at, quoted=False)
             fields.end()
@@ -155,14 +190,26 @@ class BashValues:
         """The value of a word that is not split, as on the right of `=`."""
         return self.words(word, split=False)[0]
 
-    def pattern(self, word: Word) -> re.Pattern[str] | None:
-        """A word as a pattern of `case` or `[[ == ]]`; None if it holds an unknown value."""
-        fields = _Fields(None)
-        self._expand(word.text, 0, len(word.text), fields, word.at, quoted=False)
-        found = self.without_unset(fields.pattern)
-        if re.search(r"[?*+@!]\(", word.text):
+    def pattern(self, word: Word) -> str | None:
+        """A word as a pattern of `case` or `[[ == ]]`, for `re`; None if it holds an unknown value."""
+        found = self._unquoted(word)
+        if re.search(r"[?*+@!]\(", found):
             raise UnreadableBash(word.at, "an extended pattern is not read")
-        return None if MARK.search(found) else re.compile(fnmatch.translate(found.replace("[^", "[!")))
+        found = re.sub(f"{QUOTED}(.)", lambda char: glob.escape(char[1]), found, flags=re.S)
+        return None if MARK.search(found) else fnmatch.translate(found.replace("[^", "[!"))[:-2]
+
+    def regex(self, word: Word) -> str:
+        """A word as a regular expression of `[[ =~ ]]`."""
+        return re.sub(f"{QUOTED}(.)", lambda char: re.escape(char[1]), self._unquoted(word), flags=re.S)
+
+    def _unquoted(self, word: Word) -> str:
+        """The text of a pattern, in which quoted characters are marked and classes written out."""
+        fields = _Fields(None, self.loose)
+        self._expand(word.text, 0, len(word.text), fields, word.at, quoted=False)
+        found = re.sub(r"\[:(\w+):\]", lambda each: _CLASSES.get(each[1], each[0]), self.without_unset(fields.pattern))
+        if "[:" in found:
+            raise UnreadableBash(word.at, "a class of characters is not read")
+        return found
 
     def array(self, word: Word, start: int, *, keyed: bool) -> dict[str, str]:
         """The elements of `( ... )`, which begins at `start` of the word. `keyed`: of an associative array."""
@@ -180,39 +227,51 @@ class BashValues:
             following = int(key) + 1 if not keyed and key.isdigit() else following
         return found
 
-    def _braces(self, raw: str) -> list[str]:
-        found = _BRACES.search(raw) if not re.search(r"['\"\\]", raw) else None
+    def _braces(self, word: Word) -> list[str]:
+        raw, at, reader = word.text, 0, BashText(word.text)
+        while at < len(raw) and raw[at] != "{":
+            at = reader.token(at)
+        found = _BRACES.match(raw, at)
         if found is None:
-            return [raw]
+            if re.match(r"\{[^}]*(?:,|[a-z]\.\.)", raw[at:]):
+                raise UnreadableBash(word.at, "braces of this form are not read")
+            rest = self._braces(Word(word.at, raw[at + 1 :])) if at < len(raw) else [""]
+            return [raw[: at + 1] + each for each in rest]
         inner: list[str] = found[1].split(",")
-        if len(inner) == 1:
-            numbers = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", inner[0])
-            if numbers is None or abs(int(numbers[1]) - int(numbers[2])) > MOST_WORDS:
-                return [raw]
-            first, last, step = int(numbers[1]), int(numbers[2]), int(numbers[3] or 1) or 1
-            width = max(map(len, numbers.group(1, 2))) if re.match(r"-?0\d", numbers[1]) else 0
+        if found[2]:
+            first, last, step = int(found[2]), int(found[3]), int(found[4] or 1) or 1
+            if abs(first - last) > MOST_WORDS:
+                raise UnreadableBash(word.at, f"braces of more than {MOST_WORDS} words")
+            width = max(map(len, found.group(2, 3))) if re.match(r"-?0\d", found[2]) else 0
             sign = 1 if last >= first else -1
             inner = [f"{number:0{width}d}" for number in range(first, last + sign, step * sign)]
-        return [each for part in inner for each in self._braces(raw[: found.start()] + part + raw[found.end() :])]
+        rest = self._braces(Word(word.at, raw[found.end() :]))
+        return [raw[:at] + part + each for part in inner for each in rest]
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
-        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)) or _EXPRESSION.fullmatch(text):
+        plain = re.sub(f"{QUOTED}.", "", pattern, flags=re.S)
+        if "f" in self.options or not re.search(r"[*?]|\[[^]]+\]", plain) or _EXPRESSION.fullmatch(text):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
             return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]
-        files = sorted(glob.glob(pattern))
+        files = sorted(glob.glob(re.sub(f"{QUOTED}(.)", lambda char: glob.escape(char[1]), pattern)))
         self.notes.append(f"{self.source.where(at)}: {text} is a pattern of {len(files)} files")
-        return files or [text]
+        return files or ([] if "nullglob" in self.options else [text])
 
-    def _expand(self, raw: str, i: int, end: int, fields: _Fields, at: int, *, quoted: bool) -> None:
-        reader = BashText(raw)
-        if raw.startswith("~", i) and not quoted and i == 0 and raw[1:2] in ("", "/"):
-            fields.add(str(self.variables.get("HOME", "~")), quoted=True)
-            i += 1
+    def _expand(
+        self, raw: str, i: int, end: int, fields: _Fields, at: int, *, quoted: bool, operand: bool = False
+    ) -> None:
+        """Add the expansion of a text. `operand`: of the word in `${NAME:-word}`, which is split as a value."""
+        reader, start = BashText(raw), i
         while i < end:
             char = raw[i]
-            if char == "\\":
+            if char == "~" and not quoted and (i == start or (raw[i - 1] == ":" and fields.ifs is None)):
+                if re.match(r"[\w+-]", raw[i + 1 : i + 2]):
+                    raise UnreadableBash(at, "~ before a name is not read: write the folder")
+                fields.add(self.plain("HOME", at), quoted=True)
+                i += 1
+            elif char == "\\":
                 following = raw[i + 1 : i + 2]
                 kept = "" if not quoted or following in '$`"\\\n' else "\\"
                 fields.add("" if following == "\n" else kept + following, quoted=True)
@@ -234,14 +293,15 @@ class BashValues:
                 fields.add(self.mark(at, "a process substitution names a file of a job"), quoted=True)
                 i = reader.parentheses(i + 1)
             else:
-                fields.add(char, quoted=quoted)
+                (fields.split if operand and not quoted else partial(fields.add, quoted=quoted))(char)
                 i += 1
 
     def _dollar(self, raw: str, i: int, reader: BashText, fields: _Fields, at: int, *, quoted: bool) -> int:
         """Add the expansion that begins with a dollar or a backquote; return the index behind it."""
         behind = reader.token(i, in_quotes=quoted)
         if raw[i] == "`":
-            self._add(re.sub(r"\\([$`\\])", r"\1", self.substitute(raw[i + 1 : behind - 1], at)), fields, quoted=quoted)
+            inner = re.sub(r"\\([$`\\])", r"\1", raw[i + 1 : behind - 1])
+            self._add(self.substitute(inner, at), fields, quoted=quoted)
         elif raw.startswith("$((", i) and raw[:behind].endswith("))"):
             self._add(str(self.arithmetic(raw[i + 3 : behind - 2], at)), fields, quoted=quoted)
         elif raw.startswith("$(", i):
@@ -251,8 +311,7 @@ class BashValues:
         elif raw.startswith("${", i):
             self._parameter(raw[i + 2 : behind - 1], fields, at, quoted=quoted)
         elif raw.startswith("$'", i) and not quoted:
-            text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), raw[i + 2 : behind - 1])
-            fields.add(text, quoted=True)
+            fields.add(unescaped(raw[i + 2 : behind - 1], at), quoted=True)
         elif (name := re.compile(r"[A-Za-z_]\w*|[\d@*#?$!_-]").match(raw, i + 1)) is not None:
             self._parameter(name[0], fields, at, quoted=quoted)
             return name.end()
@@ -269,8 +328,7 @@ class BashValues:
     def _add_all(self, values: list[str], fields: _Fields, *, joined: bool, quoted: bool) -> None:
         """Add several values; `joined`: as `*`, one text in quotes."""
         if quoted and joined:
-            ifs = self.variables.get("IFS", " ")
-            return fields.add((ifs[:1] if isinstance(ifs, str) else " ").join(values), quoted=True)
+            return fields.add(str(self.variables.get("IFS", " "))[:1].join(values), quoted=True)
         for number, value in enumerate(values):
             if number and fields.ifs is not None:
                 fields.end()
@@ -282,18 +340,22 @@ class BashValues:
     def value(self, name: str, at: int, index: str | None = None) -> str | None:
         """A variable's value; None if it has none."""
         if name.isdigit() and name != "0":
-            return self.positional[int(name) - 1] if int(name) <= len(self.positional) else None
+            known = self.positional[: int(name)]
+            return self.uncounted(known) or (known[-1] if len(known) == int(name) else None)
         if name == "#":
-            return str(len(self.positional))
+            return self.uncounted(self.positional) or str(len(self.positional))
         found = self.variables.get(name)
         if found is None:
             return self.mark(at, f"${name} has a value in a job alone") if PER_JOB.fullmatch(name) else None
         if not isinstance(found, dict):
-            return found if index in (None, "0", "@", "*") else None
+            return found if index in (None, "0", "@", "*") or MARK.fullmatch(found) else None
         if name in self.keyed:
-            return found.get("" if index is None else self.text(Word(at, index)))
+            return found.get("0" if index is None else self.text(Word(at, index)))
         key = str(self.arithmetic(index or "0", at))
-        return found.get(list(found)[int(key)] if key.startswith("-") and found else key)
+        if MARK.search(key):
+            return key
+        before = [value for each, value in found.items() if key.startswith("-") or int(each) <= int(key)]
+        return self.uncounted(before) or found.get(list(found)[int(key)] if key.startswith("-") and found else key)
 
     def values(self, name: str) -> list[str]:
         """All values of an array, or of the positional parameters."""
@@ -301,6 +363,8 @@ class BashValues:
             return list(self.positional)
         found = self.variables.get(name)
         if isinstance(found, dict):
+            if name in self.keyed and len(found) > 1:
+                self.notes.append(f"{self.source.name}: {name} has the order of its lines here, in Bash another one")
             return [found[key] for key in sorted(found, key=lambda key: 0 if name in self.keyed else int(key))]
         return [] if found is None else [found]
 
@@ -329,10 +393,14 @@ class BashValues:
             values = self.values(name)
             if indirect:
                 found = self.variables.get(name)
-                values = list(found) if isinstance(found, dict) else []
+                values = [self.uncounted(values)] if self.uncounted(values) else list(found or {})
             if length:
-                return self._add(str(len(values)), fields, quoted=quoted)
-            if (part := re.match(r":\s*(\d+)(?::\s*(\d+))?$", rest)) is not None:
+                return self._add(self.uncounted(values) or str(len(values)), fields, quoted=quoted)
+            if re.match(r":[^-=+?]", rest):
+                part, found = re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest), self.variables.get(name)
+                gaps = isinstance(found, dict) and list(found) != [str(number) for number in range(len(found))]
+                if part is None or gaps or self.uncounted(values):
+                    raise UnreadableBash(at, f"a part ${{{inner}}} of this form is not read")
                 first = int(part[1]) - (name in ("@", "*"))
                 values, rest = values[first : first + int(part[2]) if part[2] else None], ""
             if (replaced := _operator(rest)) and values and replaced not in (":+", "+"):
@@ -340,7 +408,7 @@ class BashValues:
             if not rest or (values and replaced not in (":+", "+")):
                 return self._add_all(values, fields, joined="*" in (index, name), quoted=quoted)
             if (not values) == replaced.endswith("-"):
-                self._expand(rest, len(replaced), len(rest), fields, at, quoted=quoted)
+                self._expand(rest, len(replaced), len(rest), fields, at, quoted=quoted, operand=True)
             return None
         if indirect:
             name = self.without_unset(self.plain(name, at))
@@ -365,8 +433,10 @@ class BashValues:
         found = self.value(name, at, index)
         missing = found is None or (form[0][0] == ":" and self.without_unset(found) == "")
         if form[0][-1] == "+":
-            if not missing:
-                self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted)
+            if found is not None and MARK.fullmatch(self.without_unset(found)):
+                self._add(found, fields, quoted=quoted)
+            elif not missing:
+                self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         elif not missing:
             self._add(found or "", fields, quoted=quoted)
         elif form[0][-1] == "?":
@@ -375,7 +445,7 @@ class BashValues:
             self.variables[name] = self.text(Word(at, rest[form.end() :]))
             self._add(str(self.variables[name]), fields, quoted=quoted)
         else:
-            self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted)
+            self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         return None
 
     def _changed(self, value: str, rest: str, at: int) -> str:
@@ -395,15 +465,21 @@ class BashValues:
         form = re.match(r"##?|%%?|//|/[#%]?|\^\^?|,,?", rest)
         if form is None:
             raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
-        kind, body = form[0], rest[form.end() :]
-        if kind[0] in "^,":
+        kind, body, new = form[0], rest[form.end() :], ""
+        if kind[0] in "^," and not body:
             change: Callable[[str], str] = str.upper if kind[0] == "^" else str.lower
             return change(value) if len(kind) == 2 else change(value[:1]) + value[1:]
-        word, _, new = body.partition("/") if kind[0] == "/" else (body, "", "")
-        pattern = self.pattern(Word(at, word))
+        if kind[0] == "/":
+            slash, reader = 0, BashText(body)
+            while slash < len(body) and body[slash] != "/":
+                slash = reader.token(slash)
+            body, new = body[:slash], body[slash + 1 :]
+        pattern = self.pattern(Word(at, body))
         if pattern is None:
             return self.mark(at, "a pattern is not known here")
-        return _replaced(value, kind, pattern.pattern, self.text(Word(at, new)))
+        if kind[0] in "^," or "&" in new:  # versions of Bash differ in &
+            raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
+        return _replaced(value, kind, pattern, self.text(Word(at, new)))
 
     def arithmetic(self, raw: str, at: int) -> int | str:
         """The value of arithmetic; a mark if it is not known."""
@@ -411,10 +487,34 @@ class BashValues:
 
     def quoted(self, raw: str, at: int) -> str:
         """A text with its expansions, as between quotes."""
-        fields = _Fields(None)
+        fields = _Fields(None, self.loose)
         self._expand(raw, 0, len(raw), fields, at, quoted=True)
         fields.end()
         return fields.done[0][0] if fields.done else "0"
+
+
+def _separators(ifs: str) -> str:
+    """What splits words, for `re`: blanks around one other character of IFS, or blanks alone."""
+    blanks = "".join(char for char in ifs if char in " \t\n")
+    others = "".join(char for char in ifs if char not in blanks)
+    blank = f"[{blanks}]" if blanks else "(?!)"
+    return f"(?:{blank})*[{re.escape(others)}](?:{blank})*|(?:{blank})+" if others else f"(?:{blank})+"
+
+
+def split_fields(line: str, ifs: str, most: int = 0) -> list[str]:
+    """The words of a line that `read` takes; `most`: the last one takes the rest."""
+    if not ifs:
+        return [line]
+    line = line.strip("".join(char for char in ifs if char in " \t\n"))
+    parts = re.split(_separators(ifs), line, maxsplit=max(most - 1, 0)) if most != 1 else [line]
+    return parts[:-1] if parts[-1] == "" else parts
+
+
+def unescaped(text: str, at: int) -> str:
+    """A text with its escapes. Raises UnreadableBash for all but the plainest ones."""
+    if unknown := [each for each in re.findall(r"\\(.|$)", text, re.S) if each not in _ESCAPES]:
+        raise UnreadableBash(at, f"the escape \\{unknown[0]} is not read")
+    return re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], text)
 
 
 def _operator(rest: str) -> str:
@@ -423,14 +523,13 @@ def _operator(rest: str) -> str:
 
 
 def _replaced(value: str, kind: str, pattern: str, new: str) -> str:
-    body = pattern.removesuffix(r"\Z").removesuffix(r"\z")
     if kind in ("#", "##"):
-        spans = [end for end in range(len(value) + 1) if re.fullmatch(body, value[:end])]
+        spans = [end for end in range(len(value) + 1) if re.fullmatch(pattern, value[:end])]
         return value[(spans[-1] if len(kind) == 2 else spans[0]) :] if spans else value
     if kind in ("%", "%%"):
-        spans = [start for start in range(len(value) + 1) if re.fullmatch(body, value[start:])]
+        spans = [start for start in range(len(value) + 1) if re.fullmatch(pattern, value[start:])]
         return value[: spans[0] if len(kind) == 2 else spans[-1]] if spans else value
-    anchored = {"/#": rf"\A{body}", "/%": rf"{body}\Z"}.get(kind, body)
+    anchored = {"/#": rf"\A{pattern}", "/%": rf"{pattern}\Z"}.get(kind, pattern)
     return re.sub(anchored, lambda _: new, value, count=0 if kind == "//" else 1)
 
 

@@ -214,8 +214,8 @@ def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str])
     errors = []
     for flag in found:
         unknown = script.unknowns(" ".join((flag.name, *flag.values)))
-        if not unknown or flag.name in REPLACED_FLAGS:
-            continue
+        if not unknown or (flag.name in REPLACED_FLAGS and len(flag.values) == 1):
+            continue  # a second value may be any flag
         words, hint = _why_unknown(script, unknown[0], hints)
         errors.append(ConfigError(f"--{MARK.sub('...', flag.name)}: {words}", where=unknown[0].where, hint=hint))
     if errors:
