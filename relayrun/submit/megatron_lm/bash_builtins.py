@@ -2,131 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from relayrun.submit.megatron_lm.bash_syntax import Node, UnreadableBash
-from relayrun.submit.megatron_lm.bash_test import formatted
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source, split_fields, unescaped
-
-
-def _truncated(left: int, right: int) -> int:
-    quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
-
-
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _truncated,
-    ast.Pow: operator.pow,
-    ast.Mod: lambda left, right: left - right * _truncated(left, right),
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.USub: operator.sub,
-    ast.UAdd: operator.add,
-    ast.Invert: lambda _, right: ~right,
-    ast.Not: lambda _, right: not right,
-}
-_BITS = {ast.BitAnd, ast.BitOr, ast.BitXor}
-
-
-class BashArithmetic(BashValues):
-    """Values of words, arithmetic included."""
-
-    def arithmetic(self, raw: str, at: int) -> int | str:
-        """The value of arithmetic; a mark if it is not known."""
-        result: int | str = 0
-        for part in self.quoted(raw, at).split(","):
-            text = self.without_unset(part).strip()
-            step = re.fullmatch(r"(\+\+|--)?([A-Za-z_]\w*)(\+\+|--)?", text)
-            assigned = re.fullmatch(r"([A-Za-z_]\w*)\s*(\*\*|<<|>>|[-+*/%&|^])?=(?!=)(.*)", text, re.S)
-            if (changed := step if step is not None and (step[1] or step[3]) else assigned) is not None:
-                counter = changed[2] if changed is step else changed[1] if changed[2] else ""
-                if counter and self.value(counter, at) is None:
-                    self.variables[counter] = "0"
-            if step is not None and (sign := step[1] or step[3]):
-                before = self._calculate(step[2], at)
-                after = before if isinstance(before, str) else before + (1 if sign == "++" else -1)
-                self.variables[step[2]] = str(after)
-                result = after if step[1] else before
-            elif assigned is not None:
-                name, sign, right = assigned.groups()
-                result = self._calculate(f"{name} {sign} ({right})" if sign else right, at)
-                self.variables[name] = str(result)
-            else:
-                result = self._calculate(text or "0", at)
-        return result
-
-    def _calculate(self, text: str, at: int) -> int | str:
-        if (unknown := MARK.search(text)) is not None:
-            return unknown[0]
-        if re.search(r"#|\+\+|--|!(?!=)\s*[^\s\w(]|!\s*\(.*\(", text):
-            raise UnreadableBash(at, f"the arithmetic {text.strip()!r} is not read")
-        text = re.sub(r"!(?!=)\s*(\w+|\([^()]*\))", r"(not \1)", text)
-        text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", text)
-        text = text.replace("&&", " and ").replace("||", " or ").replace("\n", " ")
-        if (choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)) is not None:
-            text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
-        try:
-            return self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
-        except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
-            raise UnreadableBash(at, f"the arithmetic {text.strip()!r} is not read") from None
-
-    def _number(self, node: ast.expr, at: int, depth: int) -> int | str:
-        def inner(each: ast.expr) -> int | str:
-            return self._number(each, at, depth + 1)
-
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name) and depth < 50:
-            value = self.plain(node.id, at) or "0"
-            if MARK.search(value):
-                return value
-            return int(value) if re.fullmatch(r"-?(0|[1-9]\d*)", value) else self._calculate(value, at)
-        if isinstance(node, ast.IfExp):
-            chosen = inner(node.test)
-            return chosen if isinstance(chosen, str) else inner(node.body if chosen else node.orelse)
-        if isinstance(node, ast.BoolOp):
-            values = [inner(each) for each in node.values]
-            marks = [each for each in values if isinstance(each, str)]
-            return marks[0] if marks else int((all if isinstance(node.op, ast.And) else any)(values))
-        if isinstance(node, ast.BinOp):
-            left, right, kind = inner(node.left), inner(node.right), type(node.op)
-        elif isinstance(node, ast.UnaryOp):
-            left, right, kind = 0, inner(node.operand), type(node.op)  # type: ignore[assignment]
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right, kind = inner(node.left), inner(node.comparators[0]), type(node.ops[0])  # type: ignore[assignment]
-        else:
-            raise ValueError
-        below = {type(each) for each in ast.walk(node)}
-        if (isinstance(node, ast.Compare) and below & _BITS) or (kind is ast.USub and ast.Pow in below):
-            raise ValueError  # these bind otherwise in Python
-        if isinstance(left, str) or isinstance(right, str):
-            return left if isinstance(left, str) else right
-        if kind in (ast.Pow, ast.LShift) and not 0 <= right <= 64:
-            raise ValueError
-        return (int(_OPERATORS[kind](left, right)) + 2**63) % 2**64 - 2**63
-
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source, ask_bash
 
 MAX_SCRIPT_BYTES = 1 << 20
 PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
+_ARITHMETIC = 'for _ in "${@:2}"; do declare "$_"; done; echo $(($1)); for _ in "${@:2}"; do echo "${!_%%=*}"; done'
 OUTPUT = "\ue004"
 """Stands in a text for the output of a program, which only a job has."""
 _OF_A_MACHINE = re.compile(r"/(?:proc|sys|dev|etc)/.*")
@@ -173,7 +60,7 @@ class LeaveBash(Exception):
         self.kind, self.at, self.status = kind, at, status
 
 
-class BashBuiltins(BashArithmetic):
+class BashBuiltins(BashValues):
     """The state of a shell, and its own commands."""
 
     def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
@@ -188,6 +75,28 @@ class BashBuiltins(BashArithmetic):
         self.locals: list[dict[str, object]] = []
         self.input: Input | None = None
         """What commands read; None: only a job has it."""
+
+    def arithmetic(self, raw: str, at: int) -> int | str:
+        """The value of arithmetic; a mark if it is not known. Bash computes it, once all that it names is a number."""
+        self.steps[0] += 20
+        text = self.without_unset(self.quoted(raw, at)).strip() or "0"
+        text = re.sub(
+            r"([A-Za-z_]\w*)\[([^][]*)\](?!\s*[-+*/%&|^<>]*=[^=])", lambda each: self.plain(each[1], at, each[2]), text
+        )
+        values = dict[str, str]()
+        for name in re.findall(r"(?<![\w#])[A-Za-z_]\w*", text):
+            sets = re.search(rf"(?:\+\+|--)\s*{name}\b|\b{name}\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=[^=])", text)
+            value = (self.plain(name, at) if not sets or self.value(name, at) is not None else "") or "0"
+            values[name] = value if re.fullmatch(r"-?\d+", value) else str(self.arithmetic(value, at))
+        if unknown := MARK.search(" ".join([text, *values.values()])):
+            return unknown[0]
+        plain = re.fullmatch(r"[\w\s()+*/%<>=!&|^~?:,#-]*", text)
+        found = ask_bash(_ARITHMETIC, text, *(f"{name}={value}" for name, value in values.items())) if plain else None
+        if found is None:
+            raise UnreadableBash(at, f"the arithmetic {text!r} is not read")
+        result, *after = found.split()
+        self.variables |= {name: new for name, new in zip(values, after, strict=True) if new != values[name]}
+        return int(result)
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
         """Follow another text in this shell."""
@@ -217,32 +126,21 @@ class BashBuiltins(BashArithmetic):
         return True
 
     def _do_shopt(self, words: list[str], node: Node) -> bool:
-        if "-s" in words and re.search("nocase|lastpipe|failglob|dotglob|globstar", " ".join(words)):
+        if "-s" in words and re.search("nocase|lastpipe|glob$", " ".join(words).replace("extglob", "")):
             raise UnreadableBash(node.at, f"shopt {' '.join(words)} is not read")
-        if "nullglob" in words:
-            (self.options.add if "-s" in words else self.options.discard)("nullglob")
         return True
 
     def _do_cd(self, words: list[str], node: Node) -> bool | None:
-        """Change the working directory; whether a folder is there, only a job knows, unless it is here too."""
+        """Behind a relative folder, only a job knows where this is."""
         self.found.ignored.append((self.source.where(node.at), " ".join(["cd", *words])))
-        before = self.value("PWD", node.at) or ""
-        target = (words or [str(self.value("HOME", node.at))])[-1]
-        target = str(self.value("OLDPWD", node.at)) if target == "-" else os.path.join(before, target)
-        known = target.startswith("/") and not MARK.search(target)
-        new = os.path.normpath(target) if known else self.mark(node.at, f"cd {MARK.sub('...', target)} is not known")
-        self.variables |= {"OLDPWD": before, "PWD": new}
+        known = len(words) == 1 and words[0].startswith("/") and not MARK.search(words[0])
+        here = words[0] if known else self.mark(node.at, f"the folder behind cd {' '.join(words)} is not known here")
+        self.variables["PWD"] = os.path.normpath(here)
+        self.variables.pop("OLDPWD", None)
         self.assigned.add("PWD")
-        return True if known and os.path.isdir(target) else None
+        return True if known and os.path.isdir(here) else None
 
-    _do_pushd = _do_cd
-
-    def _do_popd(self, words: list[str], node: Node) -> bool | None:
-        return self._do_cd([self.mark(node.at, "the folder that popd returns to is not known")], node)
-
-    def _do_pwd(self, words: list[str], node: Node) -> bool:
-        self.say(f"{self.plain('PWD', node.at)}\n")
-        return True
+    _do_pushd = _do_popd = _do_cd
 
     def _do_unset(self, words: list[str], node: Node) -> bool:
         for word in words:
@@ -267,18 +165,16 @@ class BashBuiltins(BashArithmetic):
         return True
 
     def _do_echo(self, words: list[str], node: Node) -> bool:
-        end, escapes = "\n", False
-        while words and re.fullmatch(r"-[neE]+", words[0]):
-            end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
-            words = words[1:]
-        text = " ".join(words)
-        self.say((unescaped(text, node.at) if escapes else text) + end)
+        plain = not words or words[0][:1] != "-"
+        self.say((None if plain else ask_bash('echo "$@"', *words)) or " ".join(words) + "\n")
         return True
 
     def _do_printf(self, words: list[str], node: Node) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = formatted([unescaped(words[0], node.at), *words[1:]]) if words else None
+        forms = r"(?:[^%]|%%|%-?\d*s)*" if MARK.search(" ".join(words)) else r"(?:[^%]|%%|%[^a-zA-Z%(]*[^n(])*"
+        known = words and not MARK.search(words[0]) and re.fullmatch(forms, words[0], re.S)
+        text = ask_bash('printf "$@"', "--", *words) if known else None
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
         if target is not None:
@@ -305,13 +201,16 @@ class BashBuiltins(BashArithmetic):
         line, found, self.input.text = self.input.text.partition(end)
         if "\\" in line and "r" not in letters:
             return self._unread(rest, node)
-        ifs = str(self.variables.get("IFS", " \t\n"))
-        if "a" in letters:
-            self.variables[rest[0]] = {str(number): part for number, part in enumerate(split_fields(line, ifs))}
-            return bool(found)
-        parts = split_fields(line, ifs, len(rest)) if rest else [line]
-        for number, name in enumerate(rest or ["REPLY"]):
-            self.variables[name] = parts[number] if number < len(parts) else ""
+        array, names = "a" in letters, " ".join(rest)
+        shown = '"${A[@]}"' if array else " ".join(f'"${name}"' for name in rest or ["REPLY"])
+        script = f'IFS=$2 read -rd "" {"-a A" if array else names} < <(printf %s "$1"); printf "%s\\0" {shown}'
+        if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in rest):
+            raise UnreadableBash(node.at, f"read {names} is not read")
+        parts = (ask_bash(script, line, str(self.variables.get("IFS", " \t\n"))) or "").split("\0")[:-1]
+        if array:
+            self.variables[rest[0]] = {str(number): part for number, part in enumerate(parts)}
+        else:
+            self.variables |= dict(zip(rest or ["REPLY"], parts, strict=True))
         return bool(found)
 
     def _unread(self, names: list[str], node: Node) -> bool | None:

@@ -30,8 +30,8 @@ from relayrun.submit.megatron_lm.bash_syntax import (
     Word,
     parse,
 )
-from relayrun.submit.megatron_lm.bash_test import BashTest
-from relayrun.submit.megatron_lm.bash_values import DEFAULTS, MARK, Source
+from relayrun.submit.megatron_lm.bash_test import BashTest, matches
+from relayrun.submit.megatron_lm.bash_values import DEFAULTS, MARK, Source, ask_bash
 
 MOST_STEPS = 200_000
 """Commands of a script that are followed, loops included."""
@@ -243,14 +243,20 @@ class Script(BashBuiltins):
     def _case(self, node: Node) -> bool | None:
         value = self.without_unset(self.text(node.words[0]))
         if MARK.search(value):
+            if any(end.text[-1:] == "&" for end in node.words):
+                raise UnreadableBash(node.at, "a clause of case falls through, and only a job knows where")
             return self._cases(node, 0)
-        for patterns, part in zip(node.patterns, node.parts, strict=True):
+        status: bool | None = True
+        end = ";;"
+        for patterns, part, word in zip(node.patterns, node.parts, node.words[1:], strict=True):
             found = [self.pattern(each) for each in patterns]
             if None in found:
                 raise UnreadableBash(node.at, "a pattern of case is not known here")
-            if any(re.fullmatch(each or "", value) for each in found):
-                return self._run(part)
-        return True
+            if end == ";&" or any(matches(value, each or "") for each in found):
+                status, end = self._run(part), word.text
+                if end not in (";&", ";;&"):
+                    break
+        return status
 
     def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):
@@ -486,16 +492,8 @@ class Script(BashBuiltins):
         if words[0] == "cat":
             texts = [self.readable(name, node.at) for name in plain] if plain else [self.input and self.input.text]
             return None if None in texts else "".join(map(str, texts))
-        if words[0] in ("basename", "dirname") and plain and not MARK.search(plain[0]):
-            base = words[0] == "basename"
-            text = os.path.basename(plain[0].rstrip("/")) if base else os.path.dirname(plain[0]) or "."
-            return text.removesuffix(plain[1]) + "\n" if len(plain) > 1 else text + "\n"
-        if words[0] == "seq" and plain and all(re.fullmatch(r"-?\d{1,6}", word) for word in plain):
-            numbers = list(map(int, plain))
-            first, last = numbers[0] if len(numbers) > 1 else 1, numbers[-1]
-            step = numbers[1] if len(numbers) == 3 else 1
-            return "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step or 1))
-        return None
+        pure = words[0] in ("basename", "dirname", "expr") or (words[0] == "seq" and max(map(len, words)) < 7)
+        return ask_bash('"$@"', words[0], *plain) if pure and not MARK.search("".join(plain)) else None
 
     def substitute(self, text: str, at: int) -> str:
         """The output of a command substitution: known for the shell's own commands, unknown for programs."""

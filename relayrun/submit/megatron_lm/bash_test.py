@@ -1,29 +1,15 @@
-"""The answers of Bash's tests `[ ]` and `[[ ]]`, and the texts of `printf`. Files are looked at, and noted."""
+"""The answers of Bash's tests `[ ]` and `[[ ]]`. Files are looked at, and noted."""
 
 from __future__ import annotations
 
-import operator
-import os
 import re
 from collections.abc import Callable
 from typing import NoReturn
 
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, Word
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, ask_bash
 
-_FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    "-d": os.path.isdir,
-    "-f": os.path.isfile,
-    "-e": os.path.exists,
-    "-L": os.path.islink,
-    "-h": os.path.islink,
-    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0,
-    "-r": lambda path: os.access(path, os.R_OK),
-    "-w": lambda path: os.access(path, os.W_OK),
-    "-x": lambda path: os.access(path, os.X_OK),
-}
-
-
+_FILE_TESTS = frozenset(["-d", "-f", "-e", "-L", "-h", "-s", "-r", "-w", "-x"])
 _COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
 
 
@@ -114,7 +100,7 @@ class BashTest:
         if kind in _FILE_TESTS and not unknown and value == text:
             if value and not value.startswith("/"):
                 return None  # nobody knows in which folder
-            answer = bool(value) and _FILE_TESTS[kind](value)
+            answer = ask_bash.__wrapped__(f'[ {kind} "$1" ]', value) is not None  # a file may appear between two
             line = self.values.source.where(word.at)
             self.values.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
             return answer
@@ -127,56 +113,33 @@ class BashTest:
         one = script.without_unset(self._value(left))
         if kind in ("-nt", "-ot") or MARK.search(one):
             return None
-        if kind.startswith("-"):
-            texts = [one, script.without_unset(self._value(right))]
-            if self.expanded and not all(re.fullmatch(r"\s*[-+]?\d+\s*", each) for each in texts):
-                return None if any(map(MARK.search, texts)) else False  # an error for Bash
-            texts = [str(int(each)) for each in texts] if self.expanded else texts
-            numbers = [script.arithmetic(each or "0", left.at) for each in texts]
-            if any(isinstance(number, str) for number in numbers):
-                return None
-            first, last = int(numbers[0]), int(numbers[1])
-            return bool(getattr(operator, kind[1:])(first, last))
         if kind in ("=", "==", "!=") and not self.expanded:
             pattern = script.pattern(right)
-            return None if pattern is None else (re.fullmatch(pattern, one) is not None) is (kind != "!=")
-        other = script.regex(right) if kind == "=~" else script.without_unset(self._value(right))
+            return None if pattern is None else matches(one, pattern) is (kind != "!=")
+        if kind == "=~":
+            return self._searched(one, script.pattern(right))
+        other = script.without_unset(self._value(right))
         if MARK.search(other):
             return None
-        if kind == "=~":
-            try:
-                found = re.search(other, one, re.S)
-            except re.error:
-                self._refuse()
-            texts = [found[0], *(each or "" for each in found.groups())] if found is not None else []
-            script.variables["BASH_REMATCH"] = {str(number): text for number, text in enumerate(texts)}
-            return found is not None
-        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
-
-
-_PRINTED = {"s": ".*", "q": r"[^\n\t]*", **dict.fromkeys("feg", r"-?\d*(\.\d+)?([eE][-+]?\d+)?")}
-"""Words that `printf` takes, by their letters; whole numbers by default."""
-
-
-def formatted(words: list[str]) -> str | None:
-    """The output of `printf`; None if it is not known."""
-    if not words or MARK.search(words[0]) or re.search("%%[qu]", words[0]):
-        return None
-    kinds = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?([sqdiuxXfge]))", words[0])
-    pattern = re.sub(r"(%[-+ 0#]*\d*(?:\.\d+)?)([qu])", lambda each: each[1] + {"q": "s", "u": "d"}[each[2]], words[0])
-    wanted = [kind for kind in kinds if kind]
-    if pattern.count("%") != 2 * len(kinds) - len(wanted) or (wanted and len(words) - 1 > len(wanted) * 1000):
-        return None
-    rest, found = list(words[1:]), []
-    while True:
-        values: list[object] = []
-        for kind in wanted:
-            word = rest.pop(0) if rest else ""
-            if not re.fullmatch(_PRINTED.get(kind, r"-?(0|[1-9]\d*)|"), word, re.S):
+        if kind.startswith("-") and not self.expanded:
+            numbers = [str(script.arithmetic(each or "0", left.at)) for each in (one, other)]
+            if MARK.search("".join(numbers)):
                 return None
-            if kind == "q":
-                word = re.sub(r"[^\w@%+=:./~#-]|^[~#]", r"\\\g<0>", word) or "''"
-            values.append(word if kind in "sq" else float(word or 0) if kind in "fge" else int(word or 0))
-        found.append(pattern % tuple(values))
-        if not rest or not wanted:
-            return "".join(found)
+            one, other = numbers
+        return ask_bash(f'[ "$1" \\{kind} "$2" ]', one, other) is not None
+
+    def _searched(self, text: str, pattern: str | None) -> bool | None:
+        if pattern is None:
+            return None
+        script = '[[ $1 =~ $2 ]]; s=$?; ((s < 2)) && printf "%s\\0" $s "${BASH_REMATCH[@]}"'
+        found = ask_bash(script, text, pattern)
+        if found is None:
+            self._refuse()
+        status, *parts = found.split("\0")[:-1]
+        self.values.variables["BASH_REMATCH"] = {str(number): part for number, part in enumerate(parts)}
+        return status == "0"
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Return True if a text is of a pattern."""
+    return ask_bash("[[ $1 == $2 ]]", text, pattern) is not None

@@ -7,13 +7,13 @@ like any text, and whoever uses the value sees it.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import glob
 import re
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Self
+from functools import lru_cache, partial
+from typing import Any, Self
 
 from relayrun.submit.megatron_lm.bash_syntax import BashText, Node, UnreadableBash, Word, line_number
 
@@ -24,11 +24,9 @@ PER_JOB = re.compile(
     r"TMPDIR|E?UID|OSTYPE|MACHTYPE|SHLVL|PIPESTATUS|(?:OLD)?PWD|PATH|[$!?_-]|0"
 )
 """Variables with a value in a job alone."""
-QUOTED = "\ue003"
-"""Stands in a pattern before a character that is quoted."""
-_CLASSES = {"alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "digit": "0-9", "space": " \t\n\r\f\v", "upper": "A-Z"}
 _EXPRESSION = re.compile(r"(?=.*\w)[\d\[\]()*+-]+|(?=.*M)[ME*|-]+")
 """Words that Megatron-LM computes, as `[0]*3+[1]*58` of --moe-layer-freq or `M-M*` of --hybrid-layer-pattern."""
+BASH_SECONDS = 20.0
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
@@ -73,7 +71,7 @@ class Source:
 
 @dataclass
 class _Fields:
-    """The words that an expansion becomes; `pattern` is the last word with its quoted characters marked."""
+    """The words that an expansion becomes; `pattern` is the last word with its quoted characters escaped."""
 
     ifs: str | None
     loose: set[int]
@@ -83,7 +81,7 @@ class _Fields:
 
     def add(self, text: str, *, quoted: bool) -> None:
         self.text = (self.text or "") + text
-        self.pattern += re.sub(r"[^\w\ue000\ue001]", rf"{QUOTED}\g<0>", text) if quoted else text
+        self.pattern += re.sub(r"[][.*^$+?(){}|\\@!]", r"\\\g<0>", text) if quoted else text
 
     def end(self) -> None:
         if self.text is not None:
@@ -191,25 +189,11 @@ class BashValues:
         return self.words(word, split=False)[0]
 
     def pattern(self, word: Word) -> str | None:
-        """A word as a pattern of `case` or `[[ == ]]`, for `re`; None if it holds an unknown value."""
-        found = self._unquoted(word)
-        if re.search(r"[?*+@!]\(", found):
-            raise UnreadableBash(word.at, "an extended pattern is not read")
-        found = re.sub(f"{QUOTED}(.)", lambda char: glob.escape(char[1]), found, flags=re.S)
-        return None if MARK.search(found) else fnmatch.translate(found.replace("[^", "[!"))[:-2]
-
-    def regex(self, word: Word) -> str:
-        """A word as a regular expression of `[[ =~ ]]`."""
-        return re.sub(f"{QUOTED}(.)", lambda char: re.escape(char[1]), self._unquoted(word), flags=re.S)
-
-    def _unquoted(self, word: Word) -> str:
-        """The text of a pattern, in which quoted characters are marked and classes written out."""
+        """A word as a pattern or regular expression of Bash; None if it holds an unknown value."""
         fields = _Fields(None, self.loose)
         self._expand(word.text, 0, len(word.text), fields, word.at, quoted=False)
-        found = re.sub(r"\[:(\w+):\]", lambda each: _CLASSES.get(each[1], each[0]), self.without_unset(fields.pattern))
-        if "[:" in found:
-            raise UnreadableBash(word.at, "a class of characters is not read")
-        return found
+        found = self.without_unset(fields.pattern)
+        return None if MARK.search(found) else found
 
     def array(self, word: Word, start: int, *, keyed: bool) -> dict[str, str]:
         """The elements of `( ... )`, which begins at `start` of the word. `keyed`: of an associative array."""
@@ -250,14 +234,14 @@ class BashValues:
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
-        plain = re.sub(f"{QUOTED}.", "", pattern, flags=re.S)
+        plain = re.sub(r"(?s)\\.", "", pattern)
         if "f" in self.options or not re.search(r"[*?]|\[[^]]+\]", plain) or _EXPRESSION.fullmatch(text):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
             return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]
-        files = sorted(glob.glob(re.sub(f"{QUOTED}(.)", lambda char: glob.escape(char[1]), pattern)))
+        files = sorted(glob.glob(re.sub(r"(?s)\\(.)", lambda char: glob.escape(char[1]), pattern)))
         self.notes.append(f"{self.source.where(at)}: {text} is a pattern of {len(files)} files")
-        return files or ([] if "nullglob" in self.options else [text])
+        return files or [text]
 
     def _expand(
         self, raw: str, i: int, end: int, fields: _Fields, at: int, *, quoted: bool, operand: bool = False
@@ -393,7 +377,7 @@ class BashValues:
             values = self.values(name)
             if indirect:
                 found = self.variables.get(name)
-                values = [self.uncounted(values)] if self.uncounted(values) else list(found or {})
+                values = list(found) if isinstance(found, dict) and not self.uncounted(values) else values
             if length:
                 return self._add(self.uncounted(values) or str(len(values)), fields, quoted=quoted)
             if re.match(r":[^-=+?]", rest):
@@ -454,32 +438,24 @@ class BashValues:
         if MARK.search(value):
             return value
         if rest[0] == ":":
-            first, _, count = rest[1:].partition(":")
-            numbers = [self.arithmetic(each, at) for each in ([first, count] if count else [first])]
-            if not all(isinstance(number, int) for number in numbers):
-                return str(numbers[0])
-            start = int(numbers[0]) if int(numbers[0]) >= 0 else max(len(value) + int(numbers[0]), 0)
-            if len(numbers) == 1:
-                return value[start:]
-            return value[start : int(numbers[1]) + (start if int(numbers[1]) >= 0 else len(value))]
+            numbers = "".join(f": {self.arithmetic(each, at)}" for each in rest[1:].split(":"))
+            known = not MARK.search(numbers)
+            return (ask_bash(f'printf %s "${{1{numbers}}}"', value) if known else numbers) or ""
         form = re.match(r"##?|%%?|//|/[#%]?|\^\^?|,,?", rest)
-        if form is None:
-            raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
-        kind, body, new = form[0], rest[form.end() :], ""
-        if kind[0] in "^," and not body:
-            change: Callable[[str], str] = str.upper if kind[0] == "^" else str.lower
-            return change(value) if len(kind) == 2 else change(value[:1]) + value[1:]
-        if kind[0] == "/":
+        kind, body, new = form[0] if form is not None else "", rest[form.end() if form is not None else 0 :], ""
+        if kind[:1] == "/":
             slash, reader = 0, BashText(body)
             while slash < len(body) and body[slash] != "/":
                 slash = reader.token(slash)
-            body, new = body[:slash], body[slash + 1 :]
+            body, new = body[:slash], self.text(Word(at, body[slash + 1 :]))
         pattern = self.pattern(Word(at, body))
-        if pattern is None:
+        if pattern is None or MARK.search(new):
             return self.mark(at, "a pattern is not known here")
-        if kind[0] in "^," or "&" in new:  # versions of Bash differ in &
+        operand = f'{kind}$2/"$3"' if kind[:1] == "/" else f"{kind}$2" if body else kind
+        found = ask_bash(f'printf %s "${{1{operand}}}"', value, pattern, new) if kind and "&" not in new else None
+        if found is None:  # versions of Bash differ in &
             raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
-        return _replaced(value, kind, pattern, self.text(Word(at, new)))
+        return found
 
     def arithmetic(self, raw: str, at: int) -> int | str:
         """The value of arithmetic; a mark if it is not known."""
@@ -501,15 +477,6 @@ def _separators(ifs: str) -> str:
     return f"(?:{blank})*[{re.escape(others)}](?:{blank})*|(?:{blank})+" if others else f"(?:{blank})+"
 
 
-def split_fields(line: str, ifs: str, most: int = 0) -> list[str]:
-    """The words of a line that `read` takes; `most`: the last one takes the rest."""
-    if not ifs:
-        return [line]
-    line = line.strip("".join(char for char in ifs if char in " \t\n"))
-    parts = re.split(_separators(ifs), line, maxsplit=max(most - 1, 0)) if most != 1 else [line]
-    return parts[:-1] if parts[-1] == "" else parts
-
-
 def unescaped(text: str, at: int) -> str:
     """A text with its escapes. Raises UnreadableBash for all but the plainest ones."""
     if unknown := [each for each in re.findall(r"\\(.|$)", text, re.S) if each not in _ESCAPES]:
@@ -517,20 +484,24 @@ def unescaped(text: str, at: int) -> str:
     return re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], text)
 
 
+@lru_cache(maxsize=10_000)
+def ask_bash(script: str, *words: str) -> str | None:
+    """The output of a script that is ours, whose parameters are texts of a launcher; None if it fails.
+
+    So patterns, formats and numbers are what Bash makes of them; no text of a launcher is a command here.
+    """
+    command = ["bash", "--noprofile", "--norc", "-c", script, "bash", *words]
+    options: Any = {"env": {"LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL, "capture_output": True}
+    try:
+        done = subprocess.run(command, timeout=BASH_SECONDS, check=False, **options)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # no Bash, a text that is too long or has a NUL
+        raise UnreadableBash(0, f"Bash does not answer: {error}") from None
+    return None if done.returncode else done.stdout.decode(errors="replace")
+
+
 def _operator(rest: str) -> str:
     found = re.match(r":?[-=+?]|##?|%%?|//?|\^\^?|,,?|:", rest)
     return found[0] if found is not None else ""
-
-
-def _replaced(value: str, kind: str, pattern: str, new: str) -> str:
-    if kind in ("#", "##"):
-        spans = [end for end in range(len(value) + 1) if re.fullmatch(pattern, value[:end])]
-        return value[(spans[-1] if len(kind) == 2 else spans[0]) :] if spans else value
-    if kind in ("%", "%%"):
-        spans = [start for start in range(len(value) + 1) if re.fullmatch(pattern, value[start:])]
-        return value[: spans[0] if len(kind) == 2 else spans[-1]] if spans else value
-    anchored = {"/#": rf"\A{pattern}", "/%": rf"{pattern}\Z"}.get(kind, pattern)
-    return re.sub(anchored, lambda _: new, value, count=0 if kind == "//" else 1)
 
 
 def _behind_bracket(text: str) -> int:

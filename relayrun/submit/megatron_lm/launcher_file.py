@@ -21,10 +21,9 @@ from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_builtins import Started, read_script
 from relayrun.submit.megatron_lm.bash_run import Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
-from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
+from relayrun.submit.megatron_lm.bash_values import BASH_SECONDS, MARK, Source, UnknownValue
 from relayrun.submit.megatron_lm.flags import Flag
 
-BASH_SECONDS = 20.0
 REPLACED_FLAGS = {
     "save": "every run has a folder of its own, which `run_dir` names",
     "load": "a run goes on from its own folder; `checkpoint.load` names what a new one begins with",
