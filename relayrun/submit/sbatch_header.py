@@ -59,7 +59,8 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
         gpus = _GPUS.fullmatch(f"{name} {value}")
         first = header.get("nodes", ("1", 0))[0] or "1"
         nodes = int(first) if first.isdigit() else 1
-        if name in CHAIN_OPTIONS:
+        own = name in CHAIN_OPTIONS or (name, value) == ("dependency", "singleton")
+        if own:
             found.row(where, said, "the chain's own", SETTINGS_INSTEAD[name])
         elif name in _JOB_NUMBERS and (value or "").isdigit():
             job[_JOB_NUMBERS[name]] = int(value or 0)
@@ -80,7 +81,7 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             continue
         else:
             job.setdefault("sbatch", {})[name] = True if value is None else value
-        if name not in CHAIN_OPTIONS:
+        if not own:
             found.row(where, said, "job" if name != "environment" else "cluster.container")
 
 
@@ -104,6 +105,8 @@ def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str |
     """Yield options of sbatch by their long names, with their values and the line."""
     while words:
         word, *words = words
+        if not word.startswith("-"):  # a script
+            continue
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
         else:
@@ -111,4 +114,6 @@ def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str |
             equals = value
         if not equals and words and not words[0].startswith("-"):
             value, *words = words
+        if name == "nodes":
+            value = re.sub(r"(\d+)-\1", r"\1", value)
         yield name, (value or None, line)

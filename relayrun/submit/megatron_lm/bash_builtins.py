@@ -13,7 +13,8 @@ from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source, as
 
 MAX_SCRIPT_BYTES = 1 << 20
 PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
-_ARITHMETIC = 'for _ in "${@:2}"; do declare "$_"; done; echo $(($1)); for _ in "${@:2}"; do echo "${!_%%=*}"; done'
+_NUMERIC = re.compile(r"[\w\s()+*/%<>=!&|^~?:,#-]*")
+_ARITHMETIC = 'declare __= "${@:2}"; echo $(($1)); for __ in "${@:2}"; do __=${__%%=*}; echo "${!__}"; done'
 OUTPUT = "\ue004"
 """Stands in a text for the output of a program, which only a job has."""
 _OF_A_MACHINE = re.compile(r"/(?:proc|sys|dev|etc)/.*")
@@ -87,15 +88,18 @@ class BashBuiltins(BashValues):
         for name in re.findall(r"(?<![\w#])[A-Za-z_]\w*", text):
             sets = re.search(rf"(?:\+\+|--)\s*{name}\b|\b{name}\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=[^=])", text)
             value = (self.plain(name, at) if not sets or self.value(name, at) is not None else "") or "0"
-            values[name] = value if re.fullmatch(r"-?\d+", value) else str(self.arithmetic(value, at))
+            if not _NUMERIC.fullmatch(value) and not MARK.search(value):
+                raise UnreadableBash(at, f"the arithmetic {value!r} is not read")
+            values[name] = value if re.search(r"\A-?\d+\Z|\ue000", value) else str(self.arithmetic(value, at))
         if unknown := MARK.search(" ".join([text, *values.values()])):
             return unknown[0]
-        plain = re.fullmatch(r"[\w\s()+*/%<>=!&|^~?:,#-]*", text)
-        found = ask_bash(_ARITHMETIC, text, *(f"{name}={value}" for name, value in values.items())) if plain else None
+        numbers = [f"{name}={value}" for name, value in values.items()]
+        found = ask_bash(_ARITHMETIC, text, *numbers) if _NUMERIC.fullmatch(text) else None
         if found is None:
             raise UnreadableBash(at, f"the arithmetic {text!r} is not read")
         result, *after = found.split()
-        self.variables |= {name: new for name, new in zip(values, after, strict=True) if new != values[name]}
+        changed = zip(values, after, strict=True)
+        self.variables |= {name: new for name, new in changed if new != values[name] or name not in self.variables}
         return int(result)
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:

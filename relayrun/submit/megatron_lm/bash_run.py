@@ -329,8 +329,7 @@ class Script(BashBuiltins):
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                inner = index[1:-1]
-                key = self.text(Word(word.at, inner)) if name in self.keyed else str(self.arithmetic(inner, word.at))
+                key = self.key(index[1:-1], word.at, keyed=name in self.keyed)
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:

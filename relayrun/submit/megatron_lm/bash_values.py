@@ -206,9 +206,16 @@ class BashValues:
                     found[str(following)] = value
                     following += 1
                 continue
-            key = self.text(Word(each.at, index[1])) if keyed else str(self.arithmetic(index[1], each.at))
+            key = self.key(index[1], each.at, keyed=keyed)
             found[key] = self.text(Word(each.at, each.text[index.end() :]))
             following = int(key) + 1 if not keyed and key.isdigit() else following
+        return found
+
+    def key(self, inner: str, at: int, *, keyed: bool) -> str:
+        """The index of an element that is set."""
+        found = self.text(Word(at, inner)) if keyed else str(self.arithmetic(inner, at))
+        if MARK.search(found):
+            raise UnreadableBash(at, "the index of an element is not known here")
         return found
 
     def _braces(self, word: Word) -> list[str]:
