@@ -19,10 +19,8 @@ class BashTest:
     def __init__(self, values: BashValues, words: list[Word], at: int, *, expanded: bool = False) -> None:
         self.values, self.words, self.where, self.expanded, self.at = values, words, at, expanded, 0
         if expanded:  # an unset variable without quotes is no word
-            self.words = [each for each in words if self._value(each) == "" or not self._is_unset(each.text)]
-
-    def _is_unset(self, text: str) -> bool:
-        return self.values.without_unset(text) == "" and bool(self.values.uncounted([text]))
+            gone = [values.without_unset(self._value(each)) == "" and values.uncounted([each.text]) for each in words]
+            self.words = [each for each, unset in zip(words, gone, strict=True) if not unset]
 
     def answer(self) -> bool | None:
         """True or false; None: only a job knows it. Raises UnreadableBash."""

@@ -30,10 +30,8 @@ BASH_SECONDS = 20.0
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
-_BRACES = re.compile(r"\{((-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?|[^{}'\"$`\\\s]*,[^{}'\"$`\\\s]*)\}")
 _ALL_VALUES = re.compile(r"\$@|\$\{(\w+\[@\]|@)([:+-].*)?\}", re.S)
 """An expansion in quotes that may become no word at all."""
-_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "r": "\r"}
 DEFAULTS = {"IFS": " \t\n", "OPTIND": "1"}
 """Variables of a new shell."""
 _COPIED = ("exported", "keyed", "integers", "positional", "functions", "options")
@@ -219,25 +217,19 @@ class BashValues:
         return found
 
     def _braces(self, word: Word) -> list[str]:
-        raw, at, reader = word.text, 0, BashText(word.text)
-        while at < len(raw) and raw[at] != "{":
-            at = reader.token(at)
-        found = _BRACES.match(raw, at)
+        """The words that braces become: Bash expands them, with numbers in place of what is quoted."""
+        reader, parts, at = BashText(word.text), list[str](), 0
+        while at < len(word.text):
+            behind = reader.token(at)
+            parts.append(word.text[at:behind])
+            at = behind
+        if "{" not in parts:
+            return [word.text]
+        plain = [part if re.fullmatch(r"[\w.,{}-]", part) else f"%{number}%" for number, part in enumerate(parts)]
+        found = ask_bash(f"ulimit -v 1000000; printf '%s\\0' {''.join(plain)}")
         if found is None:
-            if re.match(r"\{[^}]*(?:,|[a-z]\.\.)", raw[at:]):
-                raise UnreadableBash(word.at, "braces of this form are not read")
-            rest = self._braces(Word(word.at, raw[at + 1 :])) if at < len(raw) else [""]
-            return [raw[: at + 1] + each for each in rest]
-        inner: list[str] = found[1].split(",")
-        if found[2]:
-            first, last, step = int(found[2]), int(found[3]), int(found[4] or 1) or 1
-            if abs(first - last) > MOST_WORDS:
-                raise UnreadableBash(word.at, f"braces of more than {MOST_WORDS} words")
-            width = max(map(len, found.group(2, 3))) if re.match(r"-?0\d", found[2]) else 0
-            sign = 1 if last >= first else -1
-            inner = [f"{number:0{width}d}" for number in range(first, last + sign, step * sign)]
-        rest = self._braces(Word(word.at, raw[found.end() :]))
-        return [raw[:at] + part + each for part in inner for each in rest]
+            raise UnreadableBash(word.at, "these braces are not read")
+        return [re.sub("%(\\d+)%", lambda each: parts[int(each[1])], text) for text in found.split("\0")[:-1]]
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
@@ -302,7 +294,7 @@ class BashValues:
         elif raw.startswith("${", i):
             self._parameter(raw[i + 2 : behind - 1], fields, at, quoted=quoted)
         elif raw.startswith("$'", i) and not quoted:
-            fields.add(unescaped(raw[i + 2 : behind - 1], at), quoted=True)
+            fields.add(ask_bash(f"printf %s {raw[i:behind]}") or "", quoted=True)
         elif (name := re.compile(r"[A-Za-z_]\w*|[\d@*#?$!_-]").match(raw, i + 1)) is not None:
             self._parameter(name[0], fields, at, quoted=quoted)
             return name.end()
@@ -482,13 +474,6 @@ def _separators(ifs: str) -> str:
     others = "".join(char for char in ifs if char not in blanks)
     blank = f"[{blanks}]" if blanks else "(?!)"
     return f"(?:{blank})*[{re.escape(others)}](?:{blank})*|(?:{blank})+" if others else f"(?:{blank})+"
-
-
-def unescaped(text: str, at: int) -> str:
-    """A text with its escapes. Raises UnreadableBash for all but the plainest ones."""
-    if unknown := [each for each in re.findall(r"\\(.|$)", text, re.S) if each not in _ESCAPES]:
-        raise UnreadableBash(at, f"the escape \\{unknown[0]} is not read")
-    return re.sub(r"\\(.)", lambda found: _ESCAPES[found[1]], text)
 
 
 @lru_cache(maxsize=10_000)
