@@ -28,10 +28,9 @@ from relayrun.submit.megatron_lm.launcher_file import (
     without_secrets,
 )
 from relayrun.submit.sbatch_header import (
-    CHAIN_OPTIONS,
     SHORT_OPTIONS,
     Adopted,
-    option_words,
+    refuse_other_options,
     sbatch_options,
     section,
     take_header,
@@ -311,13 +310,7 @@ def _take_other_lines(launcher: Launcher, header: Mapping[str, tuple[str | None,
         if other.words[0] == "sbatch":
             section(found, "chain")["auto_requeue"] = True
             found.row(other.where, line, "chain.auto_requeue", "a successor behind every job")
-            for name, (value, _) in option_words(other.words[1:], 0):
-                own = name in CHAIN_OPTIONS or name in ("dependency", "parsable", "wait")
-                if not own and (name not in header or header[name][0] != value):
-                    words = f"sbatch --{name}={MARK.sub('...', value or '')} holds over the lines #SBATCH"
-                    found.refuse(
-                        other.where, words, f"write #SBATCH --{name}, or give --env SLURM_JOB_ID=1 as in a job"
-                    )
+            refuse_other_options(other.where, other.words[1:], header, found)
         elif other.words[0] not in ("mkdir", "cat", "basename", "dirname"):
             found.row(other.where, line if len(line) < 80 else line[:77] + "...", "not run", "it trains nothing")
     for note in script.notes:

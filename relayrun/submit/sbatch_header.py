@@ -85,6 +85,17 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             found.row(where, said, "job" if name != "environment" else "cluster.container")
 
 
+def refuse_other_options(
+    where: str, words: list[str], header: Mapping[str, tuple[str | None, int]], found: Adopted
+) -> None:
+    """Refuse options with which a script calls sbatch for itself, where its own lines say otherwise."""
+    for name, (value, _) in option_words(words, 0):
+        own = name in CHAIN_OPTIONS or name in ("dependency", "parsable", "wait")
+        if not own and (name not in header or header[name][0] != value):
+            hint = f"write #SBATCH --{name}, or give --env SLURM_JOB_ID=1, which a job has"
+            found.refuse(where, f"sbatch --{name} holds over the lines #SBATCH", hint)
+
+
 def sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
     """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
     found: dict[str, tuple[str | None, int]] = {}

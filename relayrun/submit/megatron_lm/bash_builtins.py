@@ -255,10 +255,9 @@ class BashBuiltins(BashValues):
 
     def path(self, name: str) -> str:
         """Where a file lies: sbatch begins where it is called; neighbours of the script come second."""
-        here = self.value("PWD", 0) if "PWD" in self.assigned else ""
-        first = os.path.join(here or "", name)
-        beside = os.path.join(os.path.dirname(self.source.name), name)
-        return beside if "PWD" not in self.assigned and not os.path.isfile(first) else first
+        moved = "PWD" in self.assigned
+        first = os.path.join((self.value("PWD", 0) if moved else None) or "", name)
+        return first if moved or os.path.isfile(first) else os.path.join(os.path.dirname(self.source.name), name)
 
     def readable(self, name: str, at: int | None = None) -> str | None:
         """The text of a file that the script writes, or that lies here; None if only a job has it. `at`: note it."""
