@@ -12,7 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Self
 
 from relayrun.submit.megatron_lm.bash_syntax import BashText, Node, UnreadableBash, Word, line_number
@@ -86,12 +86,15 @@ class _Fields:
             self.done.append((self.text, self.pattern))
         self.text, self.pattern = None, ""
 
-    def split(self, text: str) -> None:
-        """Add the value of an unquoted parameter."""
-        if self.ifs is None:
-            return self.add(text, quoted=False)
+    def put(self, text: str, *, quoted: bool) -> None:
+        """Add the value of a parameter, which is split at IFS unless it is quoted."""
+        if quoted or self.ifs is None:
+            return self.add(text, quoted=quoted)
         self.loose.update(map(int, MARK.findall(text)))
-        parts = re.split(_separators(self.ifs), text) if self.ifs else [text]
+        parts = [text]
+        if {*text} & {*self.ifs}:
+            parts = (ask_bash('IFS=$2; set -f; printf "%s\\0" $1', f"x{text}x", self.ifs) or "").split("\0")[:-1]
+            parts[0], parts[-1] = parts[0][1:], parts[-1][:-1]
         for number, part in enumerate(parts):
             if number:
                 self.end()
@@ -276,7 +279,7 @@ class BashValues:
                 fields.add(self.mark(at, "a process substitution names a file of a job"), quoted=True)
                 i = reader.parentheses(i + 1)
             else:
-                (fields.split if operand and not quoted else partial(fields.add, quoted=quoted))(char)
+                (fields.put if operand else fields.add)(char, quoted=quoted)
                 i += 1
 
     def _dollar(self, raw: str, i: int, reader: BashText, fields: _Fields, at: int, *, quoted: bool) -> int:
@@ -284,11 +287,11 @@ class BashValues:
         behind = reader.token(i, in_quotes=quoted)
         if raw[i] == "`":
             inner = re.sub(r"\\([$`\\])", r"\1", raw[i + 1 : behind - 1])
-            self._add(self.substitute(inner, at), fields, quoted=quoted)
+            fields.put(self.substitute(inner, at), quoted=quoted)
         elif raw.startswith("$((", i) and raw[:behind].endswith("))"):
-            self._add(str(self.arithmetic(raw[i + 3 : behind - 2], at)), fields, quoted=quoted)
+            fields.put(str(self.arithmetic(raw[i + 3 : behind - 2], at)), quoted=quoted)
         elif raw.startswith("$(", i):
-            self._add(self.substitute(raw[i + 2 : behind - 1], at + i), fields, quoted=quoted)
+            fields.put(self.substitute(raw[i + 2 : behind - 1], at + i), quoted=quoted)
         elif raw.startswith("$[", i):
             raise UnreadableBash(at, "arithmetic in brackets is not read: write $(( ))")
         elif raw.startswith("${", i):
@@ -302,12 +305,6 @@ class BashValues:
             fields.add("$", quoted=quoted)
         return behind
 
-    def _add(self, text: str, fields: _Fields, *, quoted: bool) -> None:
-        if quoted:
-            fields.add(text, quoted=True)
-        else:
-            fields.split(text)
-
     def _add_all(self, values: list[str], fields: _Fields, *, joined: bool, quoted: bool) -> None:
         """Add several values; `joined`: as `*`, one text in quotes."""
         if quoted and joined:
@@ -317,7 +314,7 @@ class BashValues:
                 fields.end()
             elif number:
                 fields.add(" ", quoted=quoted)
-            self._add(value, fields, quoted=quoted)
+            fields.put(value, quoted=quoted)
         return None
 
     def value(self, name: str, at: int, index: str | None = None) -> str | None:
@@ -346,8 +343,9 @@ class BashValues:
             return list(self.positional)
         found = self.variables.get(name)
         if isinstance(found, dict):
-            if name in self.keyed and len(found) > 1:
-                self.notes.append(f"{self.source.name}: {name} has the order of its lines here, in Bash another one")
+            note = f"{self.source.name}: {name} has the order of its lines here, in Bash another one"
+            if name in self.keyed and len(found) > 1 and note not in self.notes:
+                self.notes.append(note)
             return [found[key] for key in sorted(found, key=lambda key: 0 if name in self.keyed else int(key))]
         return [] if found is None else [found]
 
@@ -378,7 +376,7 @@ class BashValues:
                 found = self.variables.get(name)
                 values = list(found) if isinstance(found, dict) and not self.uncounted(values) else values
             if length:
-                return self._add(self.uncounted(values) or str(len(values)), fields, quoted=quoted)
+                return fields.put(self.uncounted(values) or str(len(values)), quoted=quoted)
             if re.match(r":[^-=+?]", rest):
                 part, found = re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest), self.variables.get(name)
                 gaps = isinstance(found, dict) and list(found) != [str(number) for number in range(len(found))]
@@ -396,12 +394,12 @@ class BashValues:
         if indirect:
             name = self.without_unset(self.plain(name, at))
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                return self._add(self.mark(at, "the name of a variable is not known here"), fields, quoted=quoted)
+                return fields.put(self.mark(at, "the name of a variable is not known here"), quoted=quoted)
         if length:
             value = self.plain(name, at, index)
             unknown = MARK.search(self.without_unset(value))
             text = value if unknown else str(len(self.without_unset(value)))
-            return self._add(text, fields, quoted=quoted)
+            return fields.put(text, quoted=quoted)
         return self._with_operator(name, index, rest, fields, at, quoted=quoted)
 
     def _with_operator(
@@ -412,21 +410,21 @@ class BashValues:
             raise UnreadableBash(at, "a quote inside of a quoted ${...} is not read")
         if form is None:
             value = self.plain(name, at, index)
-            return self._add(self._changed(value, rest, at) if rest else value, fields, quoted=quoted)
+            return fields.put(self._changed(value, rest, at) if rest else value, quoted=quoted)
         found = self.value(name, at, index)
         missing = found is None or (form[0][0] == ":" and self.without_unset(found) == "")
         if form[0][-1] == "+":
             if found is not None and MARK.fullmatch(self.without_unset(found)):
-                self._add(found, fields, quoted=quoted)
+                fields.put(found, quoted=quoted)
             elif not missing:
                 self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         elif not missing:
-            self._add(found or "", fields, quoted=quoted)
+            fields.put(found or "", quoted=quoted)
         elif form[0][-1] == "?":
-            self._add(self.mark(at, f"${name} has no value", unset=name), fields, quoted=quoted)
+            fields.put(self.mark(at, f"${name} has no value", unset=name), quoted=quoted)
         elif form[0][-1] == "=":
             self.variables[name] = self.text(Word(at, rest[form.end() :]))
-            self._add(str(self.variables[name]), fields, quoted=quoted)
+            fields.put(str(self.variables[name]), quoted=quoted)
         else:
             self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         return None
@@ -466,14 +464,6 @@ class BashValues:
         self._expand(raw, 0, len(raw), fields, at, quoted=True)
         fields.end()
         return fields.done[0][0] if fields.done else "0"
-
-
-def _separators(ifs: str) -> str:
-    """What splits words, for `re`: blanks around one other character of IFS, or blanks alone."""
-    blanks = "".join(char for char in ifs if char in " \t\n")
-    others = "".join(char for char in ifs if char not in blanks)
-    blank = f"[{blanks}]" if blanks else "(?!)"
-    return f"(?:{blank})*[{re.escape(others)}](?:{blank})*|(?:{blank})+" if others else f"(?:{blank})+"
 
 
 @lru_cache(maxsize=10_000)
