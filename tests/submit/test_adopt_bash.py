@@ -303,6 +303,34 @@ A=$(false) && X=1 || X=2
     "func output status": r"""
 f() { echo a; return 1; }; A=$(f) && X=1 || X=2
 """,
+    "extglob replace": r"""
+shopt -s extglob
+A=aaab; X=${A//+(a)/x}
+""",
+    "heredoc script positional": r"""
+cat > s.sh <<'E'
+srun python3 /m/pretrain_gpt.py --x "$1" "${@:2}"
+E
+bash s.sh 'a b' --y 2
+""",
+    "printf list": r"""
+X=$(printf '%s,' a b c)
+""",
+    "arith nested var": r"""
+A=B; B=4; X=$((A))
+""",
+    "ifs mixed": r"""
+IFS=', '; A='a , b,,c'; srun python3 /m/pretrain_gpt.py --x $A
+""",
+    "unquoted default split": r"""
+srun python3 /m/pretrain_gpt.py ${A:---x 1 --y 2}
+""",
+    "tilde colon": r"""
+X=~/a:~/b
+""",
+    "brace with var in": r"""
+A=q; srun python3 /m/pretrain_gpt.py --x {$A,b}
+""",
 }
 NAMED = {
     "xargs": r"""
@@ -440,6 +468,29 @@ set -- a $NOPE b; X=$#
     "srun export none": r"""
 export A=1
 srun --export=NONE bash -c 'python3 /m/pretrain_gpt.py --x ${A:-none}'
+""",
+    "heredoc script vars": r"""
+L=3
+cat > s.sh <<E
+H=\$((L*2))
+srun python3 /m/pretrain_gpt.py --x $L --y \${H:-4}
+E
+bash s.sh
+""",
+    "assoc list form": r"""
+declare -A M=(a 1 b 2); X=${M[a]}
+""",
+    "file cp existing": r"""
+echo 'LAYERS=4' > o.sh; cp o.sh sizes.sh; source ./sizes.sh; X=$LAYERS
+""",
+    "file sed existing": r"""
+sed -i s/5/6/ sizes.sh; source ./sizes.sh; X=$LAYERS
+""",
+    "heredoc default quote": r"""
+X=$(cat <<E
+${NOPE:-"q"}
+E
+)
 """,
 }
 

@@ -92,7 +92,7 @@ class BashBuiltins(BashValues):
                 raise UnreadableBash(at, f"the arithmetic {value!r} is not read")
             values[name] = value if re.search(r"\A-?\d+\Z|\ue000", value) else str(self.arithmetic(value, at))
         if unknown := MARK.search(" ".join([text, *values.values()])):
-            return unknown[0]
+            return self.mark(at, self.unknown[int(unknown[1])].words)  # which is no longer an unset one
         numbers = [f"{name}={value}" for name, value in values.items()]
         found = ask_bash(_ARITHMETIC, text, *numbers) if _NUMERIC.fullmatch(text) else None
         if found is None:
@@ -132,6 +132,7 @@ class BashBuiltins(BashValues):
     def _do_shopt(self, words: list[str], node: Node) -> bool:
         if "-s" in words and re.search("nocase|lastpipe|glob$", " ".join(words).replace("extglob", "")):
             raise UnreadableBash(node.at, f"shopt {' '.join(words)} is not read")
+        self.options = self.options - {"extglob"} | ({*words} & {"extglob"} if "-s" in words else set())
         return True
 
     def _do_cd(self, words: list[str], node: Node) -> bool | None:

@@ -39,7 +39,8 @@ _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 """Commands that prepare the environment of programs."""
 _INERT = frozenset(["trap", "wait", "umask", "hash", "type", "jobs", "kill", "disown"])
-_EDITORS = re.compile(r"(?:.*/)?(?:sed|perl|tee|mv|cp|rm|ln)")
+_EDITORS = re.compile(r"(?:\S*/)?(?:(?:sed|perl) (?:.* )?-\w*i|tee |mv |cp |rm |ln )")
+"""Programs that write the files that they name."""
 _CLEARED = re.compile(r"env (?:\S+ )*-(?:i|u|-unset|-ignore)|--export[= ](?!ALL)")
 """Words that take variables away from a program."""
 _OUTPUTS = {">": False, ">|": False, "&>": False, ">&": False, ">>": True, "&>>": True}
@@ -299,6 +300,8 @@ class Script(BashBuiltins):
 
     def _input(self, kind: str, word: Word) -> Input | None:
         if kind == "<<":
+            if re.search(r'\$\{[^}]*"', word.text):
+                raise UnreadableBash(word.at, "a quote in ${...} of a here-document is not read")
             quote = "\ue002"  # a quote is a letter there
             return Input(self.text(Word(word.at, '"' + word.text.replace('"', quote) + '"')).replace(quote, '"'))
         if kind == "<" and word.text.startswith("<("):
@@ -442,8 +445,8 @@ class Script(BashBuiltins):
                 self._child(inner[0], inner[1], node, words[:number])
                 if len(self.found.launched) > before or inner[2]:
                     return None
-        if _EDITORS.fullmatch(words[0]):
-            self.files |= dict.fromkeys({*map(os.path.normpath, words)} & self.files.keys(), OUTPUT)
+        if _EDITORS.match(" ".join(words)):
+            self.files |= dict.fromkeys(map(os.path.normpath, words), OUTPUT)
         if any(re.fullmatch(r"(?:.*/)?(?:xargs|parallel)", word) for word in words):
             words = [*words, self.mark(node.at, "xargs adds words that only a job has")]
         started = Started(where, words, environment)

@@ -202,6 +202,8 @@ class BashValues:
         following = 0
         for each in _words_between(word, start + 1, len(word.text) - 1):
             index = re.match(r"\[([^]]*)\]=", each.text)
+            if index is None and keyed:
+                raise UnreadableBash(each.at, "an element without a key is not read")
             if index is None:
                 for value in self.words(each):
                     found[str(following)] = value
@@ -449,7 +451,8 @@ class BashValues:
         if pattern is None or MARK.search(new):
             return self.mark(at, "a pattern is not known here")
         operand = f'{kind}$2/"$3"' if kind[:1] == "/" else f"{kind}$2" if body else kind
-        found = ask_bash(f'printf %s "${{1{operand}}}"', value, pattern, new) if kind and "&" not in new else None
+        script = f'shopt -{"s" if "extglob" in self.options else "u"} extglob; printf %s "${{1{operand}}}"'
+        found = ask_bash(script, value, pattern, new) if kind and "&" not in new else None
         if found is None:  # versions of Bash differ in &
             raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
         return found
