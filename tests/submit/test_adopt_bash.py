@@ -119,9 +119,6 @@ srun bash -c "python3 /m/pretrain_gpt.py --x $Q"
     "printf b": r"""
 X=$(printf '%b' 'a\tb')
 """,
-    "printf star": r"""
-X=$(printf '%*d' 5 3)
-""",
     "printf octal": r"""
 X=$(printf '%d' 010)
 """,
@@ -333,6 +330,12 @@ A=q; srun python3 /m/pretrain_gpt.py --x {$A,b}
 """,
 }
 NAMED = {
+    "printf star": r"""
+X=$(printf '%*d' 5 3)
+""",
+    "a wide format": r"""
+X=$(printf %999999999d 1)
+""",
     "xargs": r"""
 echo '--a 1' | xargs python3 /m/pretrain_gpt.py --bf16
 """,

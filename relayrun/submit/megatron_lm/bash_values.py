@@ -231,7 +231,7 @@ class BashValues:
         if "{" not in parts:
             return [word.text]
         plain = [part if re.fullmatch(r"[\w.,{}-]", part) else f"%{number}%" for number, part in enumerate(parts)]
-        found = ask_bash(f"ulimit -v 1000000; printf '%s\\0' {''.join(plain)}")
+        found = ask_bash(f"printf '%s\\0' {''.join(plain)}")
         if found is None:
             raise UnreadableBash(word.at, "these braces are not read")
         return [re.sub("%(\\d+)%", lambda each: parts[int(each[1])], text) for text in found.split("\0")[:-1]]
@@ -475,7 +475,7 @@ def ask_bash(script: str, *words: str) -> str | None:
 
     So patterns, formats and numbers are what Bash makes of them; no text of a launcher is a command here.
     """
-    command = ["bash", "--noprofile", "--norc", "-c", script, "bash", *words]
+    command = ["bash", "--noprofile", "--norc", "-c", f"ulimit -v 1000000; {script}", "bash", *words]
     options: Any = {"env": {"LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL, "capture_output": True}
     try:
         done = subprocess.run(command, timeout=BASH_SECONDS, check=False, **options)
