@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
 from typing import NoReturn
 
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, Word
@@ -11,6 +11,9 @@ from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, ask_bash
 
 _FILE_TESTS = frozenset(["-d", "-f", "-e", "-L", "-h", "-s", "-r", "-w", "-x"])
 _COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
+_SIGNS = {"&&": "&&", "||": "||", "-a": "&&", "-o": "||", "!": "!", "(": "(", ")": ")"}
+MOST_UNKNOWN = 6
+"""Parts of a test that only a job knows."""
 
 
 class BashTest:
@@ -24,44 +27,27 @@ class BashTest:
 
     def answer(self) -> bool | None:
         """True or false; None: only a job knows it. Raises UnreadableBash."""
-        if not self.words:
-            return False
-        found = self._or()
-        if self.at < len(self.words):
+        found, unknown = "", 0
+        while rest := self.words[self.at :]:
+            sign = _SIGNS.get(rest[0].text, "")
+            if sign and (len(rest) < 3 or rest[1].text not in _COMPARISONS):
+                found += sign
+                self.at += 1
+            elif (single := self._single()) is None:
+                found += f"{{{unknown}}}"
+                unknown += 1
+            else:
+                found += f" {int(single)} "
+        cases = itertools.product((" 0 ", " 1 "), repeat=min(unknown, MOST_UNKNOWN))
+        answers = (
+            {ask_bash("echo $(($1))", found.format(*case)) for case in cases} if unknown <= MOST_UNKNOWN else {None}
+        )
+        if None in answers:
             self._refuse()
-        return found
+        return answers == {"1\n"} if len(answers) == 1 else None
 
     def _refuse(self) -> NoReturn:
         raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
-
-    def _next(self, *texts: str) -> bool:
-        found = self.at < len(self.words) and self.words[self.at].text in texts
-        self.at += found
-        return found
-
-    def _or(self) -> bool | None:
-        return self._chain(("||", "-o"), self._and, True)
-
-    def _and(self) -> bool | None:
-        return self._chain(("&&", "-a"), self._not, False)
-
-    def _chain(self, texts: tuple[str, str], inner: Callable[[], bool | None], decides: bool) -> bool | None:
-        found = inner()
-        while self._next(*texts):
-            both = (found, inner())
-            found = decides if decides in both else None if None in both else not decides
-        return found
-
-    def _not(self) -> bool | None:
-        if self._next("!"):
-            found = self._not()
-            return None if found is None else not found
-        if not self.expanded and self._next("("):
-            found = self._or()
-            if not self._next(")"):
-                self._refuse()
-            return found
-        return self._single()
 
     def _value(self, word: Word) -> str:
         text = word.text if self.expanded else self.values.text(word)
@@ -79,8 +65,6 @@ class BashTest:
         if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
             self.at += 2
             return self._unary(rest[0].text, self._value(rest[1]), rest[1])
-        if not rest:
-            self._refuse()
         self.at += 1
         value = self.values.without_unset(self._value(rest[0]))
         return None if MARK.search(value) else bool(value)
