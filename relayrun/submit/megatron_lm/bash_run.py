@@ -131,8 +131,7 @@ class Script(BashBuiltins):
     def _and_or(self, node: Node) -> bool | None:
         left, wanted = self._run(node.parts[0]), node.kind == "&&"
         if left is None:
-            right: list[bool | None] = []
-            self._either(node.at, lambda one: right.append(one._run(node.parts[1])), lambda other: None)
+            self._either(node.at, lambda one: one._run(node.parts[1]), lambda other: None)
             return None
         return self._run(node.parts[1]) if left is wanted else left
 
