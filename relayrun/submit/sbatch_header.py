@@ -22,7 +22,7 @@ SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1
 
 _JOB_NUMBERS = {"nodes": "nodes", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
 JOB_WORDS = ("time", "account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
-_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:[\w.-]+:)?(\d+)")
+_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:([\w.-]+):)?(\d+)")
 CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
 
 
@@ -66,8 +66,10 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             job[_JOB_NUMBERS[name]] = int(value or 0)
         elif name == "ntasks" and (value or "").isdigit() and int(value or 0) % nodes == 0:
             job.setdefault("ntasks_per_node", int(value or 0) // nodes)
-        elif gpus is not None and (name != "gpus" or int(gpus[1]) % nodes == 0):
-            job["gpus_per_node"] = int(gpus[1]) // (nodes if name == "gpus" else 1)
+        elif gpus is not None and (name != "gpus" or int(gpus[2]) % nodes == 0):
+            job["gpus_per_node"] = int(gpus[2]) // (nodes if name == "gpus" else 1)
+            if gpus[1]:
+                job.setdefault("sbatch", {})["gres"] = f"gpu:{gpus[1]}:{job['gpus_per_node']}"
         elif name == "mem" and (unit := re.fullmatch(r"(\d+)([KMGT]?)B?", value or "", re.I)) is not None:
             job["mem"] = unit[1] + unit[2].upper()
         elif name in JOB_WORDS and value is not None:

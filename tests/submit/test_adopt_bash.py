@@ -563,3 +563,11 @@ def test_a_variable_with_text_of_a_launcher_is_no_command(folder: Path) -> None:
     for text in ("printf -v X q%s", "A=%s; X=q${A#b}", "[[ %s == b* ]]; X=1", "A=$%s; X=1"):
         read_launcher(launcher(folder, text.replace("%s", hostile)), ENVIRONMENT)
     assert not (folder / "hacked").exists()
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:a100:4", "--gpus-per-node=a100:4", "--gpus=a100:8", "-G gpu:a100:8"])
+def test_the_type_of_a_gpu_is_kept(option: str, folder: Path) -> None:
+    file = launcher(folder, "X=1")
+    file.write_text(file.read_text().replace("--nodes=2", f"--nodes=2 {option}"))
+    job = adopt(file, {}, site="generic").settings["job"]
+    assert (job["gpus_per_node"], job["sbatch"]) == (4, {"gres": "gpu:a100:4"})
