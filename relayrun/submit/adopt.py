@@ -54,7 +54,8 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     `environment`: its variables, arguments as 1, 2 and so on. `site`: the run's `cluster`. `checkout`: not its own one.
     """
     header = sbatch_options(path.read_text(encoding="utf-8", errors="replace"))
-    launcher = read_launcher(path, _job_variables(header) | dict(environment))
+    folder = {"PWD": header["chdir"][0] or ""} if "chdir" in header else {}  # as Slurm sets it
+    launcher = read_launcher(path, _job_variables(header) | dict(environment) | folder)
     if launcher.training is None:
         raise ConfigError("this file starts no training", where=path, hint="ARGS_FILE takes a file of arrays alone")
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})

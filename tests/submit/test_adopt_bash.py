@@ -571,3 +571,9 @@ def test_the_type_of_a_gpu_is_kept(option: str, folder: Path) -> None:
     file.write_text(file.read_text().replace("--nodes=2", f"--nodes=2 {option}"))
     job = adopt(file, {}, site="generic").settings["job"]
     assert (job["gpus_per_node"], job["sbatch"]) == (4, {"gres": "gpu:a100:4"})
+
+
+def test_a_job_begins_in_the_folder_of_its_header(folder: Path) -> None:
+    file = launcher(folder, "X=$PWD/data")
+    file.write_text(file.read_text().replace("--nodes=2", "--nodes=2 --chdir=/proj"))
+    assert adopt(file, {"PWD": "/home/ada"}, site="generic").settings["megatron_lm"]["args"]["x"] == "/proj/data"
