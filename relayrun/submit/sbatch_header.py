@@ -57,14 +57,14 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
     for name, (value, line) in header.items():
         said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
         gpus = _GPUS.fullmatch(f"{name} {value}")
-        first = header.get("nodes", ("1", 0))[0] or "1"
-        nodes = int(first) if first.isdigit() else 1
+        first = header.get("nodes", ("", 0))[0] or ""
+        nodes = int(first) if first.isdigit() else int(name != "ntasks" or value == "1")  # Slurm spreads tasks itself
         own = name in CHAIN_OPTIONS or (name, value) == ("dependency", "singleton")
         if own:
             found.row(where, said, "the chain's own", SETTINGS_INSTEAD[name])
         elif name in _JOB_NUMBERS and (value or "").isdigit():
             job[_JOB_NUMBERS[name]] = int(value or 0)
-        elif name == "ntasks" and (value or "").isdigit() and int(value or 0) % nodes == 0:
+        elif name == "ntasks" and nodes and (value or "").isdigit() and int(value or 0) % nodes == 0:
             job.setdefault("ntasks_per_node", int(value or 0) // nodes)
         elif gpus is not None and (name != "gpus" or int(gpus[2]) % nodes == 0):
             job["gpus_per_node"] = int(gpus[2]) // (nodes if name == "gpus" else 1)

@@ -577,3 +577,11 @@ def test_a_job_begins_in_the_folder_of_its_header(folder: Path) -> None:
     file = launcher(folder, "X=$PWD/data")
     file.write_text(file.read_text().replace("--nodes=2", "--nodes=2 --chdir=/proj"))
     assert adopt(file, {"PWD": "/home/ada"}, site="generic").settings["megatron_lm"]["args"]["x"] == "/proj/data"
+
+
+def test_tasks_of_an_unknown_number_of_nodes_are_named(folder: Path) -> None:
+    """Slurm puts them on as many nodes as it likes."""
+    file = launcher(folder, "X=1")
+    file.write_text(file.read_text().replace("--nodes=2 --ntasks-per-node=4", "--ntasks=8"))
+    (error,) = adopt(file, {}, site="generic").errors
+    assert "#SBATCH --ntasks=8 is not taken" in error.message
