@@ -27,7 +27,14 @@ from relayrun.submit.megatron_lm.launcher_file import (
     secret_words,
     without_secrets,
 )
-from relayrun.submit.sbatch_header import SHORT_OPTIONS, Adopted, sbatch_options, section, take_header
+from relayrun.submit.sbatch_header import (
+    SHORT_OPTIONS,
+    Adopted,
+    refuse_other_options,
+    sbatch_options,
+    section,
+    take_header,
+)
 
 _CHAIN_VARIABLES = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK")
 _SRUN_SWITCHES = re.compile(r"-[luKs]+|--(label|unbuffered|exclusive|overlap|no-kill|exact|overcommit|pty)")
@@ -47,7 +54,8 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     `environment`: its variables, arguments as 1, 2 and so on. `site`: the run's `cluster`. `checkout`: not its own one.
     """
     header = sbatch_options(path.read_text(encoding="utf-8", errors="replace"))
-    launcher = read_launcher(path, _job_variables(header) | dict(environment))
+    folder = {"PWD": header["chdir"][0] or ""} if "chdir" in header else {}  # as Slurm sets it
+    launcher = read_launcher(path, _job_variables(header) | dict(environment) | folder)
     if launcher.training is None:
         raise ConfigError("this file starts no training", where=path, hint="ARGS_FILE takes a file of arrays alone")
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})
@@ -57,7 +65,7 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     _take_words_before(launcher, found)
     _take_flags(launcher, found)
     _take_environment(launcher, found)
-    _take_other_lines(launcher, found)
+    _take_other_lines(launcher, header, found)
     inert = {name: value for name, value in found.settings.get("job", {}).items() if name != "setup"}
     for name, shown in without_secrets(environment)[1].items():
         if shown in str(found.settings | {"job": inert}):  # Bash expands it in `job.setup`
@@ -70,8 +78,8 @@ def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> dict[str, st
     """The variables in which Slurm tells a job its options."""
     given = {name: value for name, (value, _) in header.items() if value is not None}
     number = {name: value for name, value in given.items() if value.isdigit()}
-    nodes, tasks = number.get("nodes", "1"), number.get("ntasks-per-node")
-    total = number.get("ntasks") or str(int(nodes) * int(tasks or 1))
+    nodes, tasks = number.get("nodes", None if {"nodes", "ntasks"} & {*given} else "1"), number.get("ntasks-per-node")
+    total = number.get("ntasks") or (str(int(nodes) * int(tasks)) if nodes and tasks else None)
     names = {
         "SLURM_NNODES": nodes,
         "SLURM_JOB_NUM_NODES": nodes,
@@ -83,7 +91,7 @@ def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> dict[str, st
         "SLURM_JOB_NAME": given.get("job-name"),
         "SLURM_JOB_PARTITION": given.get("partition"),
     }
-    return {name: value for name, value in names.items() if value is not None}
+    return {name: value for name, value in names.items() if value is not None and "," not in value}
 
 
 def _take_names(launcher: Launcher, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
@@ -288,7 +296,7 @@ def _expression(launcher: Launcher, value: str) -> str | None:
     return MARK.sub(lambda _: f"${{{next(variables)}}}", plain)
 
 
-def _take_other_lines(launcher: Launcher, found: Adopted) -> None:
+def _take_other_lines(launcher: Launcher, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
     script = launcher.script
     for where, line in script.found.setup:
         if MARK.search(line):
@@ -303,6 +311,7 @@ def _take_other_lines(launcher: Launcher, found: Adopted) -> None:
         if other.words[0] == "sbatch":
             section(found, "chain")["auto_requeue"] = True
             found.row(other.where, line, "chain.auto_requeue", "a successor behind every job")
+            refuse_other_options(other.where, other.words[1:], header, found)
         elif other.words[0] not in ("mkdir", "cat", "basename", "dirname"):
             found.row(other.where, line if len(line) < 80 else line[:77] + "...", "not run", "it trains nothing")
     for note in script.notes:

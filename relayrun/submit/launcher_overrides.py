@@ -7,6 +7,7 @@ that nobody edited leaves every variable empty, so the YAML holds.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
@@ -58,20 +59,8 @@ JOB_VARIABLES = {
 }
 """Variables in which Slurm tells a job its options, and the settings with the same meaning."""
 
-_TEXTS = frozenset(
-    {
-        "PROJECT_NAME",
-        "EXP_NAME",
-        "RUN_DIR",
-        "LOAD",
-        "CLUSTER",
-        "TOKENIZER",
-        "MIXTURE",
-        "DATASET_CACHE_DIR",
-        "MEGATRON_LM_DIR",
-        "ARGS_FILE",
-    }
-)
+_NO_TEXT = re.compile(r"(?:training|chain|tracking|debug|command)\..*|checkpoint\.interval|data\.mock_data")
+"""Settings that are numbers or switches, by their names."""
 _ALTERNATIVE_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
 """The config may have its data in the other form; a setting replaces it."""
 
@@ -98,7 +87,7 @@ def environment_overrides(environment: Mapping[str, str], *, trainer: str = "nat
     replaced = [override for setting, override in _ALTERNATIVE_FORM.items() if setting in given]
     if boolean_variable(environment, PROFILER_VARIABLE):
         replaced.append("debug.profile=nsys")
-    return replaced + [f"{names[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
+    return replaced + [f"{names[setting]}={_yaml(names[setting], value)}" for setting, value in given.items()]
 
 
 def _refuse_near_misses(environment: Mapping[str, str]) -> None:
@@ -140,12 +129,10 @@ def boolean_variable(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _yaml(setting: str, value: str) -> str:
-    """As YAML: texts quoted, whatever is in them; DATASETS is a list with commas; the rest as it stands."""
-    if setting == "DATASETS":
+    """As YAML: texts quoted, whatever is in them; data sets are a list with commas."""
+    if setting == "data.datasets":
         return "[" + ", ".join(quote_yaml(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
-    if setting in _TEXTS:
-        return quote_yaml(value)
-    return value.lower() if value.lower() in ("true", "false") else value
+    return value.lower() if _NO_TEXT.fullmatch(setting) else quote_yaml(value)
 
 
 def quote_yaml(text: str) -> str:

@@ -22,7 +22,7 @@ SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1
 
 _JOB_NUMBERS = {"nodes": "nodes", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
 JOB_WORDS = ("time", "account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
-_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:[\w.-]+:)?(\d+)")
+_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:([\w.-]+):)?(\d+)")
 CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
 
 
@@ -57,16 +57,19 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
     for name, (value, line) in header.items():
         said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
         gpus = _GPUS.fullmatch(f"{name} {value}")
-        first = header.get("nodes", ("1", 0))[0] or "1"
-        nodes = int(first) if first.isdigit() else 1
-        if name in CHAIN_OPTIONS:
+        first = header.get("nodes", ("", 0))[0] or ""
+        nodes = int(first) if first.isdigit() else int(name != "ntasks" or value == "1")  # Slurm spreads tasks itself
+        own = name in CHAIN_OPTIONS or (name, value) == ("dependency", "singleton")
+        if own:
             found.row(where, said, "the chain's own", SETTINGS_INSTEAD[name])
         elif name in _JOB_NUMBERS and (value or "").isdigit():
             job[_JOB_NUMBERS[name]] = int(value or 0)
-        elif name == "ntasks" and (value or "").isdigit() and int(value or 0) % nodes == 0:
+        elif name == "ntasks" and nodes and (value or "").isdigit() and int(value or 0) % nodes == 0:
             job.setdefault("ntasks_per_node", int(value or 0) // nodes)
-        elif gpus is not None and (name != "gpus" or int(gpus[1]) % nodes == 0):
-            job["gpus_per_node"] = int(gpus[1]) // (nodes if name == "gpus" else 1)
+        elif gpus is not None and (name != "gpus" or int(gpus[2]) % nodes == 0):
+            job["gpus_per_node"] = int(gpus[2]) // (nodes if name == "gpus" else 1)
+            if gpus[1]:
+                job.setdefault("sbatch", {})["gres"] = f"gpu:{gpus[1]}:{job['gpus_per_node']}"
         elif name == "mem" and (unit := re.fullmatch(r"(\d+)([KMGT]?)B?", value or "", re.I)) is not None:
             job["mem"] = unit[1] + unit[2].upper()
         elif name in JOB_WORDS and value is not None:
@@ -80,8 +83,19 @@ def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found:
             continue
         else:
             job.setdefault("sbatch", {})[name] = True if value is None else value
-        if name not in CHAIN_OPTIONS:
+        if not own:
             found.row(where, said, "job" if name != "environment" else "cluster.container")
+
+
+def refuse_other_options(
+    where: str, words: list[str], header: Mapping[str, tuple[str | None, int]], found: Adopted
+) -> None:
+    """Refuse options with which a script calls sbatch for itself, where its own lines say otherwise."""
+    for name, (value, _) in option_words(words, 0):
+        own = name in CHAIN_OPTIONS or name in ("dependency", "parsable", "wait")
+        if not own and (name not in header or header[name][0] != value):
+            hint = f"write #SBATCH --{name}, or give --env SLURM_JOB_ID=1, which a job has"
+            found.refuse(where, f"sbatch --{name} holds over the lines #SBATCH", hint)
 
 
 def sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
@@ -104,6 +118,8 @@ def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str |
     """Yield options of sbatch by their long names, with their values and the line."""
     while words:
         word, *words = words
+        if not word.startswith("-"):  # a script
+            continue
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
         else:
@@ -111,4 +127,6 @@ def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str |
             equals = value
         if not equals and words and not words[0].startswith("-"):
             value, *words = words
+        if name == "nodes":
+            value = re.sub(r"(\d+)-\1", r"\1", value)
         yield name, (value or None, line)

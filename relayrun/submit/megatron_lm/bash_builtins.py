@@ -2,124 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from relayrun.submit.megatron_lm.bash_syntax import Node, UnreadableBash
-from relayrun.submit.megatron_lm.bash_test import formatted
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
-
-
-def _truncated(left: int, right: int) -> int:
-    quotient = abs(left) // abs(right)
-    return quotient if (left < 0) == (right < 0) else -quotient
-
-
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _truncated,
-    ast.Pow: operator.pow,
-    ast.Mod: lambda left, right: left - right * _truncated(left, right),
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.USub: operator.sub,
-    ast.UAdd: operator.add,
-    ast.Invert: lambda _, right: ~right,
-    ast.Not: lambda _, right: not right,
-}
-
-
-class BashArithmetic(BashValues):
-    """Values of words, arithmetic included."""
-
-    def arithmetic(self, raw: str, at: int) -> int | str:
-        """The value of arithmetic; a mark if it is not known."""
-        result: int | str = 0
-        for part in self.quoted(raw, at).split(","):
-            text = self.without_unset(part).strip()
-            step = re.fullmatch(r"(\+\+|--)?([A-Za-z_]\w*)(\+\+|--)?", text)
-            assigned = re.fullmatch(r"([A-Za-z_]\w*)\s*(\*\*|<<|>>|[-+*/%&|^])?=(?!=)(.*)", text, re.S)
-            if (changed := step if step is not None and (step[1] or step[3]) else assigned) is not None:
-                counter = changed[2] if changed is step else changed[1] if changed[2] else ""
-                if counter and self.value(counter, at) is None:
-                    self.variables[counter] = "0"
-            if step is not None and (sign := step[1] or step[3]):
-                before = self._calculate(step[2], at)
-                after = before if isinstance(before, str) else before + (1 if sign == "++" else -1)
-                self.variables[step[2]] = str(after)
-                result = after if step[1] else before
-            elif assigned is not None:
-                name, sign, right = assigned.groups()
-                result = self._calculate(f"{name} {sign} ({right})" if sign else right, at)
-                self.variables[name] = str(result)
-            else:
-                result = self._calculate(text or "0", at)
-        return result
-
-    def _calculate(self, text: str, at: int) -> int | str:
-        if (unknown := MARK.search(text)) is not None:
-            return unknown[0]
-        text = re.sub(r"(?<![\w.])0([0-7]+)\b", r"0o\1", re.sub(r"!(?!=)", " not ", text))
-        text = text.replace("&&", " and ").replace("||", " or ").replace("\n", " ")
-        if (choice := re.fullmatch(r"([^?]+)\?([^:]+):(.+)", text)) is not None:
-            text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
-        try:
-            return self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
-        except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
-            raise UnreadableBash(at, f"the arithmetic {text.strip()!r} is not read") from None
-
-    def _number(self, node: ast.expr, at: int, depth: int) -> int | str:
-        def inner(each: ast.expr) -> int | str:
-            return self._number(each, at, depth + 1)
-
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name) and depth < 50:
-            value = self.plain(node.id, at) or "0"
-            if MARK.search(value):
-                return value
-            return int(value) if re.fullmatch(r"-?(0|[1-9]\d*)", value) else self._calculate(value, at)
-        if isinstance(node, ast.IfExp):
-            chosen = inner(node.test)
-            return chosen if isinstance(chosen, str) else inner(node.body if chosen else node.orelse)
-        if isinstance(node, ast.BoolOp):
-            values = [inner(each) for each in node.values]
-            marks = [each for each in values if isinstance(each, str)]
-            return marks[0] if marks else int((all if isinstance(node.op, ast.And) else any)(values))
-        if isinstance(node, ast.BinOp):
-            left, right, kind = inner(node.left), inner(node.right), type(node.op)
-        elif isinstance(node, ast.UnaryOp):
-            left, right, kind = 0, inner(node.operand), type(node.op)  # type: ignore[assignment]
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right, kind = inner(node.left), inner(node.comparators[0]), type(node.ops[0])  # type: ignore[assignment]
-        else:
-            raise ValueError
-        if isinstance(left, str) or isinstance(right, str):
-            return left if isinstance(left, str) else right
-        if kind in (ast.Pow, ast.LShift) and not 0 <= right <= 64:
-            raise ValueError
-        return int(_OPERATORS[kind](left, right))
-
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source, ask_bash
 
 MAX_SCRIPT_BYTES = 1 << 20
 PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
+_NUMERIC = re.compile(r"[\w\s()+*/%<>=!&|^~?:,#-]*")
+_ARITHMETIC = 'declare __= "${@:2}"; echo $(($1)); for __ in "${@:2}"; do __=${__%%=*}; echo "${!__}"; done'
+OUTPUT = "\ue004"
+"""Stands in a text for the output of a program, which only a job has."""
+_OF_A_MACHINE = re.compile(r"/(?:proc|sys|dev|etc)/.*")
+"""Files that differ between machines."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +47,13 @@ class Followed:
     """Traps and such, each with its place."""
 
 
+@dataclass
+class Input:
+    """What commands read, one behind the other."""
+
+    text: str
+
+
 class LeaveBash(Exception):
     """`break`, `continue`, `return` or `exit`."""
 
@@ -155,12 +61,11 @@ class LeaveBash(Exception):
         self.kind, self.at, self.status = kind, at, status
 
 
-class BashBuiltins(BashArithmetic):
+class BashBuiltins(BashValues):
     """The state of a shell, and its own commands."""
 
     def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
         super().__init__(variables, defaults, source)
-        self.functions: dict[str, tuple[Source, Node]] = {}
         self.found = Followed()
         self.files: dict[str, str] = {}
         """Files that the script writes, with their text."""
@@ -169,8 +74,33 @@ class BashBuiltins(BashArithmetic):
         self.assigned: set[str] = set()
         """Names that the script gives a value."""
         self.locals: list[dict[str, object]] = []
-        self.options: set[str] = set()
-        self.input: str | None = None
+        self.input: Input | None = None
+        """What commands read; None: only a job has it."""
+
+    def arithmetic(self, raw: str, at: int) -> int | str:
+        """The value of arithmetic; a mark if it is not known. Bash computes it, once all that it names is a number."""
+        self.steps[0] += 20
+        text = self.without_unset(self.quoted(raw, at)).strip() or "0"
+        text = re.sub(
+            r"([A-Za-z_]\w*)\[([^][]*)\](?!\s*[-+*/%&|^<>]*=[^=])", lambda each: self.plain(each[1], at, each[2]), text
+        )
+        values = dict[str, str]()
+        for name in re.findall(r"(?<![\w#])[A-Za-z_]\w*", text):
+            sets = re.search(rf"(?:\+\+|--)\s*{name}\b|\b{name}\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=[^=])", text)
+            value = (self.plain(name, at) if not sets or self.value(name, at) is not None else "") or "0"
+            if not _NUMERIC.fullmatch(value) and not MARK.search(value):
+                raise UnreadableBash(at, f"the arithmetic {value!r} is not read")
+            values[name] = value if re.search(r"\A-?\d+\Z|\ue000", value) else str(self.arithmetic(value, at))
+        if unknown := MARK.search(" ".join([text, *values.values()])):
+            return self.mark(at, self.unknown[int(unknown[1])].words)  # which is no longer an unset one
+        numbers = [f"{name}={value}" for name, value in values.items()]
+        found = ask_bash(_ARITHMETIC, text, *numbers) if _NUMERIC.fullmatch(text) else None
+        if found is None:
+            raise UnreadableBash(at, f"the arithmetic {text!r} is not read")
+        result, *after = found.split()
+        changed = zip(values, after, strict=True)
+        self.variables |= {name: new for name, new in changed if new != values[name] or name not in self.variables}
+        return int(result)
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
         """Follow another text in this shell."""
@@ -189,17 +119,33 @@ class BashBuiltins(BashArithmetic):
             self.positional = outer
 
     def _do_set(self, words: list[str], node: Node) -> bool:
-        for number, word in enumerate(words):
-            if word == "--" or not re.match(r"[-+]\w", word):
-                self.positional = words[number + (word == "--") :]
-                break
-            if word == "-o" and words[number + 1 : number + 2] == ["allexport"]:
-                self.options.add("a")
-            elif "a" in word[1:] and word[1:] != "allexport":
-                (self.options.add if word[0] == "-" else self.options.discard)("a")
-            elif word in ("-o", "+o"):
-                break
+        rest = list(words)
+        while rest and re.match(r"[-+]\w", rest[0]):
+            word = rest.pop(0)
+            name = rest.pop(0) if word.endswith("o") and rest else ""
+            letters = {*word[1:], {"allexport": "a", "noglob": "f"}.get(name, "")} & {"a", "f"}
+            self.options = self.options | letters if word[0] == "-" else self.options - letters
+        if rest:
+            self.positional = rest[rest[0] == "--" :]
         return True
+
+    def _do_shopt(self, words: list[str], node: Node) -> bool:
+        if "-s" in words and re.search("nocase|lastpipe|glob$", " ".join(words).replace("extglob", "")):
+            raise UnreadableBash(node.at, f"shopt {' '.join(words)} is not read")
+        self.options = self.options - {"extglob"} | ({*words} & {"extglob"} if "-s" in words else set())
+        return True
+
+    def _do_cd(self, words: list[str], node: Node) -> bool | None:
+        """Behind a relative folder, only a job knows where this is."""
+        self.found.ignored.append((self.source.where(node.at), " ".join(["cd", *words])))
+        known = len(words) == 1 and words[0].startswith("/") and not MARK.search(words[0])
+        here = words[0] if known else self.mark(node.at, f"the folder behind cd {' '.join(words)} is not known here")
+        self.variables["PWD"] = os.path.normpath(here)
+        self.variables.pop("OLDPWD", None)
+        self.assigned.add("PWD")
+        return True if known and os.path.isdir(here) else None
+
+    _do_pushd = _do_popd = _do_cd
 
     def _do_unset(self, words: list[str], node: Node) -> bool:
         for word in words:
@@ -207,76 +153,87 @@ class BashBuiltins(BashArithmetic):
                 array = self.variables.get(element[1])
                 if isinstance(array, dict):
                     array.pop(element[2], None)
-            elif word != "-f":
+            elif "-f" in words or (word not in self.variables and word in self.functions):
+                self.functions.pop(word, None)
+            else:
                 self.variables.pop(word, None)
                 self.exported.discard(word)
         return True
 
     def _do_shift(self, words: list[str], node: Node) -> bool:
-        self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
+        count = int(words[0]) if words and words[0].isdigit() else 1
+        if self.uncounted(self.positional[:count]):
+            raise UnreadableBash(node.at, "shift passes over words whose number only a job knows")
+        if count > len(self.positional):
+            return False
+        self.positional = self.positional[count:]
         return True
 
     def _do_echo(self, words: list[str], node: Node) -> bool:
-        end, escapes = "\n", False
-        while words and re.fullmatch(r"-[neE]+", words[0]):
-            end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
-            words = words[1:]
-        text = " ".join(words)
-        self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
+        plain = not words or words[0][:1] != "-"
+        self.say((None if plain else ask_bash('echo "$@"', *words)) or " ".join(words) + "\n")
         return True
 
     def _do_printf(self, words: list[str], node: Node) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = formatted(words)
+        forms = r"(?:[^%]|%%|%-?\d*s)*" if MARK.search(" ".join(words)) else r"(?:[^%]|%%|%[^a-zA-Z%(*]{0,6}[^n(*])*"
+        known = words and not MARK.search(words[0]) and re.fullmatch(forms, words[0], re.S)
+        text = ask_bash('printf "$@"', "--", *words) if known else None
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
         if target is not None:
             self.variables[target] = text
         else:
-            self._say(text, node)
+            self.say(text)
         return True
 
-    def _say(self, text: str, node: Node) -> None:
-        """Give text to what reads the output: a substitution, or a file."""
-        for kind, word in node.redirections:
-            if kind in (">", ">|"):
-                self.files[self.text(word)] = text
-                return
-            if kind == ">>" or (kind == ">&" and word.text == "2"):
-                return
+    def say(self, text: str) -> None:
+        """Give text to what reads the output: a substitution, a pipe, or a file."""
         if self.output is not None:
             self.output.append(text)
 
     def _do_read(self, words: list[str], node: Node) -> bool | None:
-        letters = "".join(word[1:] for word in words if word.startswith("-"))
-        names = [word for word in words if not word.startswith("-")]
-        known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
-        if not known or not names:
-            return self._unread(names, node)
-        ifs = self.variables.get("IFS", " \t\n")
-        line = (self.input or "").split("\n")[0]
-        if "a" in letters:
-            parts = [part for part in re.split(f"[{re.escape(str(ifs))}]", line) if part] if ifs else [line]
-            self.variables[names[0]] = {str(number): part for number, part in enumerate(parts)}
-            return True
-        parts = re.split(f"[{re.escape(str(ifs))}]+", line.strip(), maxsplit=len(names) - 1) if ifs else [line]
-        for number, name in enumerate(names):
-            self.variables[name] = parts[number] if number < len(parts) else ""
-        return True
+        letters, end, rest = "", "\n", list(words)
+        while rest and re.match("-.", rest[0]):
+            option = rest.pop(0)
+            letters += option[1:]
+            if option[-1] in "dptinNu" and rest:
+                value = rest.pop(0)
+                end = value[:1] or "\0" if option[-1] == "d" else end
+        if self.input is None or re.search("[nNu]", letters) or MARK.search(self.input.text):
+            return self._unread(rest, node)
+        line, found, self.input.text = self.input.text.partition(end)
+        if "\\" in line and "r" not in letters:
+            return self._unread(rest, node)
+        array, names = "a" in letters, " ".join(rest)
+        shown = '"${A[@]}"' if array else " ".join(f'"${name}"' for name in rest or ["REPLY"])
+        script = f'IFS=$2 read -rd "" {"-a A" if array else names} < <(printf %s "$1"); printf "%s\\0" {shown}'
+        if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in rest):
+            raise UnreadableBash(node.at, f"read {names} is not read")
+        parts = (ask_bash(script, line, str(self.variables.get("IFS", " \t\n"))) or "").split("\0")[:-1]
+        if array:
+            self.variables[rest[0]] = {str(number): part for number, part in enumerate(parts)}
+        else:
+            self.variables |= dict(zip(rest or ["REPLY"], parts, strict=True))
+        return bool(found)
 
     def _unread(self, names: list[str], node: Node) -> bool | None:
         for name in names or ["REPLY"]:
-            self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
+            self.variables[name] = self.several(node.at, f"${name} is read from what only a job has")
         return None
 
     def _do_mapfile(self, words: list[str], node: Node) -> bool | None:
         names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
-        if self.input is None or MARK.search(self.input):
+        others = [word for word in words if word.startswith("-") and word != "-t"]
+        if self.input is None or others or MARK.search(self.input.text):
             return self._unread(names[-1:], node)
-        lines = self.input.removesuffix("\n").split("\n")
-        self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
+        lines = re.findall(r"[^\n]*\n|[^\n]+", self.input.text)
+        found = [line.removesuffix("\n") if "-t" in words else line for line in lines]
+        self.variables[names[-1]] = {str(number): line for number, line in enumerate(found)}
         return True
+
+    _do_readarray = _do_mapfile
 
     def _do_let(self, words: list[str], node: Node) -> bool | None:
         found = [self.arithmetic(word, node.at) for word in words]
@@ -287,20 +244,34 @@ class BashBuiltins(BashArithmetic):
 
     def _do_source(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0]) if words else ""
-        path = Path(name)  # sbatch begins where it is called; a sourced file's own neighbours come second
-        path = path if path.is_file() else Path(os.path.dirname(self.source.name), name)
-        text = self.files.get(name)
-        known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
-        if text is None and known and path.is_file():
-            text = read_script(path)
-        if text is not None:
+        known = name and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
+        if known and (text := self.readable(name)) is not None:
             self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
-            return self._until_return(words[1:] or self.positional, Source(str(path), text))
+            return self._until_return(words[1:] or self.positional, Source(self.path(name), text))
         if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
             self.found.setup.append((self.source.where(node.at), f"source {name}"))
             return True
         shown = MARK.sub("...", words[0]) if words else ""
         raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
+
+    def path(self, name: str) -> str:
+        """Where a file lies: sbatch begins where it is called; neighbours of the script come second."""
+        moved = "PWD" in self.assigned
+        first = os.path.join((self.value("PWD", 0) if moved else None) or "", name)
+        return first if moved or os.path.isfile(first) else os.path.join(os.path.dirname(self.source.name), name)
+
+    def readable(self, name: str, at: int | None = None) -> str | None:
+        """The text of a file that the script writes, or that lies here; None if only a job has it. `at`: note it."""
+        text, path = self.files.get(os.path.normpath(name)), self.path(name)
+        here = not MARK.search(path) and os.path.isfile(path) and (at is None or not _OF_A_MACHINE.fullmatch(path))
+        if text is None and here:
+            try:
+                text = read_script(Path(path))
+            except (OSError, UnicodeDecodeError):
+                return None
+            if at is not None:
+                self.notes.append(f"{self.source.where(at)}: {name} is read: its text is taken as it is here")
+        return None if text is None or OUTPUT in text else text
 
 
 def read_script(path: Path) -> str:

@@ -10,10 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
+import shlex
+from collections.abc import Callable, Iterator
 
-from relayrun.submit.megatron_lm.bash_builtins import PROGRAM, BashBuiltins, Followed, LeaveBash, Started, read_script
+from relayrun.submit.megatron_lm.bash_builtins import (
+    OUTPUT,
+    PROGRAM,
+    BashBuiltins,
+    Followed,
+    Input,
+    LeaveBash,
+    Started,
+)
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
     DECLARE,
@@ -22,8 +30,8 @@ from relayrun.submit.megatron_lm.bash_syntax import (
     Word,
     parse,
 )
-from relayrun.submit.megatron_lm.bash_test import BashTest
-from relayrun.submit.megatron_lm.bash_values import MARK, Source
+from relayrun.submit.megatron_lm.bash_test import BashTest, matches
+from relayrun.submit.megatron_lm.bash_values import DEFAULTS, MARK, Source, ask_bash
 from relayrun.terminal import one_line
 
 MOST_STEPS = 200_000
@@ -31,7 +39,13 @@ MOST_STEPS = 200_000
 _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 """Commands that prepare the environment of programs."""
-_INERT = frozenset(["trap", "wait", "umask", "shopt", "hash", "type", "jobs", "kill", "disown", "cd", "pushd", "popd"])
+_INERT = frozenset(["trap", "wait", "umask", "hash", "type", "jobs", "kill", "disown"])
+_EDITORS = re.compile(r"(?:\S*/)?(?:(?:sed|perl) (?:.* )?-\w*i|tee |mv |cp |rm |ln )")
+"""Programs that write the files that they name."""
+_CLEARED = re.compile(r"env (?:\S+ )*-(?:i|u|-unset|-ignore)|--export[= ](?!ALL)")
+"""Words that take variables away from a program."""
+_OUTPUTS = {">": False, ">|": False, "&>": False, ">&": False, ">>": True, "&>>": True}
+"""Redirections of the output; whether they append."""
 
 
 class Script(BashBuiltins):
@@ -51,8 +65,27 @@ class Script(BashBuiltins):
             self.steps[0] += 1
             if self.steps[0] > MOST_STEPS:
                 raise UnreadableBash(node.at, f"more than {MOST_STEPS} commands")
-            status = self._compound(node) if node.kind else self._command(node)
+            with self._redirected(node):
+                status = self._compound(node) if node.kind else self._command(node)
         return status
+
+    @contextlib.contextmanager
+    def _redirected(self, node: Node) -> Iterator[None]:
+        """What a command reads and where its output goes, by its redirections."""
+        outer, file, appends = (self.input, self.output), "", False
+        for kind, word in node.redirections:
+            if kind[0] == "<":
+                self.input = self._input(kind, word)
+            elif kind in _OUTPUTS and not (kind == ">&" and word.text == "1"):
+                file, appends, self.output = os.path.normpath(self.text(word)), _OUTPUTS[kind], []
+        try:
+            yield
+        finally:
+            if file:
+                before = self.files.get(file, OUTPUT) if appends else ""
+                self.files[file] = before + "".join(self.output or [])
+            if [word.text for word in node.words] != ["exec"]:
+                self.input, self.output = outer
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
         """Follow another text in this shell; an error in it is one of its own lines."""
@@ -75,7 +108,6 @@ class Script(BashBuiltins):
         if node.kind == "[[":
             return BashTest(self, node.words, node.at).answer()
         first = node.parts[0]
-        self.input = next((self._input(each) for each in node.redirections if each[0].startswith("<")), self.input)
         match node.kind:
             case "&&" | "||":
                 return self._and_or(node)
@@ -100,21 +132,25 @@ class Script(BashBuiltins):
     def _and_or(self, node: Node) -> bool | None:
         left, wanted = self._run(node.parts[0]), node.kind == "&&"
         if left is None:
-            right: list[bool | None] = []
-            self._either(node.at, lambda one: right.append(one._run(node.parts[1])), lambda other: None)
+            self._either(node.at, lambda one: one._run(node.parts[1]), lambda other: None)
             return None
         return self._run(node.parts[1]) if left is wanted else left
 
     def _subshells(self, node: Node) -> bool | None:
         status: bool | None = True
+        text = ""
         for number, part in enumerate(node.parts):
             shell = self.fork()
-            if node.kind == "|" and number < len(node.parts) - 1:
-                shell.output = []
+            if number:
+                shell.input = Input(text) if OUTPUT not in text else None
+            output = list[str]()
+            if number < len(node.parts) - 1:
+                shell.output = output
             try:
                 status = shell._run(part)
             except LeaveBash as left:
                 status = left.status
+            text = "".join(output)
         return True if node.kind == "&" else status if len(node.parts) == 1 else None
 
     def _if(self, parts: list[list[Node]]) -> bool | None:
@@ -129,7 +165,7 @@ class Script(BashBuiltins):
 
     def _either(self, at: int, one: Callable[[Script], object], other: Callable[[Script], object]) -> None:
         """Follow both sides of a condition that is not known; variables that differ behind it are unknown."""
-        sides = []
+        sides, files = [], dict(self.files)
         for follow in (one, other):
             shell = self.fork()
             try:
@@ -140,19 +176,22 @@ class Script(BashBuiltins):
                     raise UnreadableBash(left.at, f"{left.kind}: nobody knows if it is reached") from None
         if not sides:
             raise LeaveBash("exit", at, None)
+        self.files |= {name: OUTPUT for name, text in self.files.items() if files.get(name) != text}
         words = f"it depends on the condition of line {self.source.line(at)}, which only a job knows"
         self._join(sides, at, words)
 
     def _join(self, sides: list[Script], at: int, words: str) -> None:
         first, last = sides[0], sides[-1]
+        if first.differs(last):
+            raise UnreadableBash(at, f"a function, option or parameter is not known here: {words}")
         names = [*first.variables, *(name for name in last.variables if name not in first.variables)]
         found = {name: first.variables.get(name) for name in names}
         for name, value in found.items():
-            if value != last.variables.get(name):
-                found[name] = self.mark(at, f"${name} is not known here: {words}")
+            if value != last.variables.get(name) or (name in first.exported) is not (name in last.exported):
+                found[name] = self.several(at, f"${name} is not known here: {words}")
         self.variables = {name: value for name, value in found.items() if value is not None}
+        self.take(first)
         self.exported = first.exported | last.exported
-        self.keyed = first.keyed | last.keyed
 
     def _for(self, node: Node) -> bool | None:
         if node.kind == "for((":
@@ -163,6 +202,9 @@ class Script(BashBuiltins):
         values = [each for word in node.words[2:] for each in self.words(word)]
         for value in values if len(node.words) > 1 else list(self.positional):
             self.variables[name] = value
+            if self.uncounted([value]):
+                self._unknown_loop(node.at, node.parts[0])
+                continue
             if self._body(node.parts[0]) == "break":
                 break
         return True
@@ -202,14 +244,20 @@ class Script(BashBuiltins):
     def _case(self, node: Node) -> bool | None:
         value = self.without_unset(self.text(node.words[0]))
         if MARK.search(value):
+            if any(end.text[-1:] == "&" for end in node.words):
+                raise UnreadableBash(node.at, "a clause of case falls through, and only a job knows where")
             return self._cases(node, 0)
-        for patterns, part in zip(node.patterns, node.parts, strict=True):
+        status: bool | None = True
+        end = ";;"
+        for patterns, part, word in zip(node.patterns, node.parts, node.words[1:], strict=True):
             found = [self.pattern(each) for each in patterns]
             if None in found:
                 raise UnreadableBash(node.at, "a pattern of case is not known here")
-            if any(each is not None and each.match(value) for each in found):
-                return self._run(part)
-        return True
+            if end == ";&" or any(matches(value, each or "") for each in found):
+                status, end = self._run(part), word.text
+                if end not in (";&", ";;&"):
+                    break
+        return status
 
     def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):
@@ -224,11 +272,13 @@ class Script(BashBuiltins):
         while number < len(node.words) and ASSIGNMENT.match(node.words[number].text):
             number += 1
         assigned, rest = node.words[:number], node.words[number:]
-        marks = len(self.unknown)
+        self.substituted = True
         if not rest:
             for word in assigned:
                 self.assign(word)
-            return True if len(self.unknown) == marks else None
+            if not assigned and node.redirections:  # $(< file)
+                self.say(self.input.text if self.input is not None else OUTPUT)
+            return self.substituted
         if rest[0].text in DECLARE:
             return self._declare(rest)
         words = [each for word in rest for each in self.words(word, split=rest[0].text != "let")]
@@ -237,12 +287,9 @@ class Script(BashBuiltins):
         before, exported = dict(self.variables), set(self.exported)
         for word in assigned:
             self.assign(word, exported=True)
-        inputs = [self._input(each) for each in node.redirections if each[0].startswith("<")]
-        outer, self.input = self.input, inputs[-1] if inputs else self.input
         try:
             return self._named(words, node)
         finally:
-            self.input = outer
             for word in assigned:
                 name = word.text[: (ASSIGNMENT.match(word.text) or [""])[0].find("=")].rstrip("+")
                 self.variables.pop(name, None)
@@ -251,14 +298,18 @@ class Script(BashBuiltins):
             if assigned:
                 self.exported = exported
 
-    def _input(self, redirection: tuple[str, Word]) -> str | None:
-        kind, word = redirection
-        if kind == "<<<":
-            return self.text(word) + "\n"
+    def _input(self, kind: str, word: Word) -> Input | None:
         if kind == "<<":
+            if re.search(r'\$\{[^}]*"', word.text):
+                raise UnreadableBash(word.at, "a quote in ${...} of a here-document is not read")
             quote = "\ue002"  # a quote is a letter there
-            return self.text(Word(word.at, '"' + word.text.replace('"', quote) + '"')).replace(quote, '"')
-        return word.text if kind == "<<'" else None
+            return Input(self.text(Word(word.at, '"' + word.text.replace('"', quote) + '"')).replace(quote, '"'))
+        if kind == "<" and word.text.startswith("<("):
+            found = self.substitute(word.text[2:-1], word.at)
+            return None if MARK.search(found) else Input(found + "\n" if found else "")
+        text = {"<<'": word.text, "<<<": f"{self.text(word)}\n"}.get(kind)
+        text = self.readable(self.text(word), word.at) if kind == "<" else text
+        return None if text is None else Input(text)
 
     def assign(self, word: Word, *, exported: bool = False) -> None:
         """Carry out `NAME=value`, `NAME+=value`, `NAME[index]=value` or `NAME=( ... )`."""
@@ -276,11 +327,12 @@ class Script(BashBuiltins):
             self.variables[name] = new
         else:
             value = self.text(Word(word.at, word.text[match.end() :]))
+            if name in self.integers:
+                value, appends = str(self.arithmetic(f"{before or 0}+({value})" if appends else value, word.at)), False
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                inner = index[1:-1]
-                key = self.text(Word(word.at, inner)) if name in self.keyed else str(self.arithmetic(inner, word.at))
+                key = self.key(index[1:-1], word.at, keyed=name in self.keyed)
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:
@@ -289,15 +341,19 @@ class Script(BashBuiltins):
             self.exported.add(name)
 
     def _declare(self, words: list[Word]) -> bool | None:
-        command, letters, marks = words[0].text, "", len(self.unknown)
+        command, letters = words[0].text, ""
         for word in words[1:]:
-            if re.match(r"[-+]\w+$", word.text):
+            if re.match(r"-\w+$", word.text):
                 letters += word.text[1:]
                 continue
-            text = re.sub(r"""^(["'])([A-Za-z_]\w*\+?=)""", r"\2\1", word.text)  # export "NAME=word"
-            match = ASSIGNMENT.match(text)
+            text = word.text
+            if (match := ASSIGNMENT.match(text)) is None and "=" in (given := self.text(word)):  # export "$NAME=word"
+                name, _, value = given.partition("=")
+                text = f"{name}={shlex.quote(value)}"
+                match = ASSIGNMENT.match(text)
             name = match[1] if match is not None else self.text(word)
-            if not re.fullmatch(r"[A-Za-z_]\w*", name) or "n" in letters.replace("n", "", command == "export"):
+            refused = set(letters) & set("nlucpfF") - ({"n", "f"} if command == "export" else set())
+            if refused or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise UnreadableBash(word.at, f"{command} of this form is not read")
             if (command == "local" or (command in ("declare", "typeset") and "g" not in letters)) and self.locals:
                 self.locals[-1].setdefault(name, self.variables.get(name))
@@ -306,20 +362,22 @@ class Script(BashBuiltins):
             if "A" in letters:
                 self.keyed.add(name)
                 self.variables.setdefault(name, {})
+            if "i" in letters:
+                self.integers.add(name)
             if match is not None:
                 self.assign(Word(word.at, text))
-                if "i" in letters:
-                    self.variables[name] = str(self.arithmetic(str(self.variables[name]), word.at))
             if command == "export" and "n" in letters:
                 self.exported.discard(name)
             elif command == "export" or "x" in letters:
                 self.exported.add(name)
-        return True if len(self.unknown) == marks else None
+        return True
 
     def _named(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0])
         if name in self.functions:
             return self._call(name, words[1:])
+        if name in ("break", "continue") and words[1:] not in ([], ["1"]):
+            raise UnreadableBash(node.at, f"{' '.join(words)} is not read")
         if name in ("exit", "return", "break", "continue"):
             raise LeaveBash(name, node.at, None if len(words) < 2 else words[1] == "0")
         if name in (":", "true"):
@@ -336,8 +394,8 @@ class Script(BashBuiltins):
         if name in _INERT or _SETUP.fullmatch(name):
             target = self.found.setup if _SETUP.fullmatch(name) else self.found.ignored
             target.append((self.source.where(node.at), " ".join(words)))
-            return True
-        if name in ("alias", "select", "complete", "enable", "getopts", "readarray"):
+            return True if target is self.found.setup or name == "trap" else None
+        if name in ("alias", "select", "complete", "enable", "getopts"):
             raise UnreadableBash(node.at, f"{name} is not read")
         return self._program(words, node)
 
@@ -370,91 +428,90 @@ class Script(BashBuiltins):
 
     def _program(self, words: list[str], node: Node) -> bool | None:
         """Note a program; follow a shell that it starts."""
-        if words[0] in ("cat", "basename", "dirname", "seq"):
-            self._utility(words, node)
+        text = self._utility(words, node)
+        self.say(OUTPUT if text is None else text)
         known = ((name, value) for name, value in self.variables.items() if isinstance(value, str))
         environment = {name: value for name, value in known if name in self.exported}
         where = self.source.where(node.at)
-        number = next((each for each, word in enumerate(words) if _SHELL.fullmatch(word)), None)
-        if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
+        number = next(
+            (each for each, word in enumerate(words) if _SHELL.fullmatch(word) or PROGRAM.fullmatch(word)), -1
+        )
+        if _CLEARED.search(" ".join(words[: max(number, 0)])):
+            raise UnreadableBash(node.at, "a program without the variables of its shell is not read")
+        if number >= 0 and _SHELL.fullmatch(words[number]):
             inner = self._shell(words[number + 1 :], node)
             if inner is not None:
                 before = len(self.found.launched)
                 self._child(inner[0], inner[1], node, words[:number])
                 if len(self.found.launched) > before or inner[2]:
                     return None
+        if _EDITORS.match(" ".join(words)):
+            self.files |= dict.fromkeys(map(os.path.normpath, words), OUTPUT)
+        if any(re.fullmatch(r"(?:.*/)?(?:xargs|parallel)", word) for word in words):
+            words = [*words, self.mark(node.at, "xargs adds words that only a job has")]
         started = Started(where, words, environment)
         target = self.found.others if started.program < 0 else self.found.launched
         target.append(started)
         if target is self.found.others and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm"):
-            scripts = (each for each in words if each in self.files or each.endswith((".sh", ".sbatch", ".slurm")))
+            ends = (".sh", ".sbatch", ".slurm")
+            scripts = (each for each in words if os.path.normpath(each) in self.files or each.endswith(ends))
             script = next(scripts, None)
-            if script is not None and (text := self._script_text(script)) is not None:
+            if script is not None and (text := self.readable(script)) is not None:
                 at = words.index(script)
-                self._child(Source(script, text), words[at + 1 :], node, words[:at])
+                self._child(Source(script, text), words[at:], node, words[:at])
         return None
-
-    def _script_text(self, name: str) -> str | None:
-        if name in self.files or MARK.search(name):
-            return self.files.get(name)
-        path = Path(os.path.dirname(self.source.name), name)
-        return read_script(path) if path.is_file() else None
 
     def _shell(self, words: list[str], node: Node) -> tuple[Source, list[str], bool] | None:
         """The text that `bash WORDS` runs, and its parameters."""
         line = self.source.line(node.at)
         for number, word in enumerate(words):
             if re.fullmatch(r"-\w*c\w*", word) and number + 1 < len(words):
-                return Source(self.source.name, words[number + 1], line), words[number + 3 :], True
+                return Source(self.source.name, words[number + 1], line), words[number + 2 :], True
             if not word.startswith("-"):
                 return None
-        return (Source(self.source.name, self.input, line), [], True) if self.input else None
+        return (Source(self.source.name, self.input.text, line), [], True) if self.input else None
 
     def _child(self, source: Source, positional: list[str], node: Node, prefix: list[str]) -> None:
         """Follow a text in a shell of its own, which has the exported variables alone."""
         shell = self.fork()
-        shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
-        shell.positional, shell.output, shell.defaults = positional, None, {}
+        own = {*shell.exported, "PWD"}
+        given = {name: value for name, value in shell.variables.items() if name in own and isinstance(value, str)}
+        for words in (word.removeprefix("--export=").split(",") for word in prefix):
+            given |= {word.partition("=")[0]: word.partition("=")[2] for word in words if ASSIGNMENT.match(word)}
+        shell.variables = {**DEFAULTS, **given}
+        if words := positional[:1]:
+            shell.variables["0"] = words[0]
+        shell.positional, shell.output, shell.defaults = positional[1:], None, {}
         first = len(self.found.launched)
         with contextlib.suppress(LeaveBash):
             shell._inside(source)
         for number, each in enumerate(self.found.launched[first:], start=first):
             self.found.launched[number] = Started(each.where, [*prefix, *each.words], each.environment)
 
-    def _utility(self, words: list[str], node: Node) -> None:
+    def _utility(self, words: list[str], node: Node) -> str | None:
         """The output of a program that is known well enough."""
         plain = [self.without_unset(word) for word in words[1:]]
-        text: str | None = None
-        if words[0] == "cat" and not plain and self.input is not None:
-            text = self.input
-        elif words[0] in ("basename", "dirname") and plain and not MARK.search(plain[0]):
-            base = words[0] == "basename"
-            text = os.path.basename(plain[0].rstrip("/")) if base else os.path.dirname(plain[0]) or "."
-            text = text.removesuffix(plain[1]) + "\n" if len(plain) > 1 else text + "\n"
-        elif words[0] == "seq" and plain and all(re.fullmatch(r"-?\d{1,6}", word) for word in plain):
-            numbers = list(map(int, plain))
-            first, last = numbers[0] if len(numbers) > 1 else 1, numbers[-1]
-            step = numbers[1] if len(numbers) == 3 else 1
-            text = "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step or 1))
-        if text is not None:
-            self._say(text, node)
+        if words[0] == "cat":
+            texts = [self.readable(name, node.at) for name in plain] if plain else [self.input and self.input.text]
+            return None if None in texts else "".join(map(str, texts))
+        pure = words[0] in ("basename", "dirname", "expr") or (words[0] == "seq" and max(map(len, words)) < 7)
+        return ask_bash('"$@"', words[0], *plain) if pure and not MARK.search("".join(plain)) else None
 
     def substitute(self, text: str, at: int) -> str:
         """The output of a command substitution: known for the shell's own commands, unknown for programs."""
         shell, shown = self.fork(), one_line(MARK.sub("...", text), 60)
-        shell.output = []
-        shell.found = Followed()
-        source = Source(self.source.name, text, self.source.line(at))
+        output = list[str]()
+        shell.output, shell.found, self.substituted = output, Followed(launched=self.found.launched), None
         try:
-            shell._inside(source)
-        except LeaveBash:
-            pass
+            self.substituted = shell._inside(Source(self.source.name, text, self.source.line(at)))
+        except LeaveBash as left:
+            self.substituted = left.status
         except UnreadableBash:
             return self.mark(at, f"$({shown}) is not read")
         self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
-        known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
-        empty = not shell.output and bool(shell.found.others or shell.found.launched)
-        if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
-            command = tuple(known[-1].words) if known else ()
+        found = "".join(output)
+        if OUTPUT in found:
+            others = shell.found.others
+            command = tuple(others[-1].words) if others else ()
             return self.mark(at, f"it is the output of $({shown}), which nobody runs here", command=command)
-        return "".join(shell.output).rstrip("\n")
+        return found.rstrip("\n")

@@ -54,7 +54,7 @@ class Node:
     """Commands that it holds."""
     words: list[Word] = field(default_factory=list)
     patterns: list[list[Word]] = field(default_factory=list)
-    """Patterns of `case`, one list for each part."""
+    """Patterns of `case`, one list for each part; the part's end (`;;`, `;&`, `;;&`) is one of `words`."""
     redirections: list[tuple[str, Word]] = field(default_factory=list)
     """Operators with their files; for a here-document the word is its text."""
 
@@ -93,7 +93,7 @@ class BashText:
             return at + 2
         if self.text[at] == "`":
             return self._behind("`", at, escaped=True)
-        if self.text.startswith("$(", at):
+        if self.text.startswith(("$(", "?(", "*(", "+(", "@(", "!("), at):
             return self.parentheses(at + 1)
         if self.text.startswith("${", at):
             return self._closed("}", at + 1, in_quotes=in_quotes)
@@ -310,7 +310,7 @@ class _Parser(BashText):
                 plain = re.sub(r"[\\'\"]", "", word.text)
                 self.heredocs.append((plain, match[1] == "<<-", plain != word.text, node.redirections))
             else:
-                node.redirections.append((match[1], word))
+                node.redirections.append((match[0].removeprefix("1"), word))
             self._blanks()
 
     def _group(self) -> Node:
@@ -395,11 +395,10 @@ class _Parser(BashText):
                 return node
             node.patterns.append(self._patterns())
             node.parts.append(self.commands("esac"))
-            if self.text.startswith((";&", ";;&"), self.at):
-                self.refuse("a clause of case that falls through is not read")
-            if self.text.startswith(";;", self.at):
-                self.at += 2
-            elif self._reserved() != "esac":
+            end = re.compile(";;&|;&|;;|").match(self.text, self.at)
+            node.words.append(Word(self.at, end[0] if end is not None else ""))
+            self.at += len(node.words[-1].text)
+            if not node.words[-1].text and self._reserved() != "esac":
                 self.refuse("'esac' is missing")
 
     def _patterns(self) -> list[Word]:

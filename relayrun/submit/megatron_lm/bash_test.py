@@ -1,30 +1,19 @@
-"""The answers of Bash's tests `[ ]` and `[[ ]]`, and the texts of `printf`. Files are looked at, and noted."""
+"""The answers of Bash's tests `[ ]` and `[[ ]]`. Files are looked at, and noted."""
 
 from __future__ import annotations
 
-import operator
-import os
+import itertools
 import re
-from collections.abc import Callable
 from typing import NoReturn
 
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, Word
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, ask_bash
 
-_FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    "-d": os.path.isdir,
-    "-f": os.path.isfile,
-    "-e": os.path.exists,
-    "-L": os.path.islink,
-    "-h": os.path.islink,
-    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0,
-    "-r": lambda path: os.access(path, os.R_OK),
-    "-w": lambda path: os.access(path, os.W_OK),
-    "-x": lambda path: os.access(path, os.X_OK),
-}
-
-
+_FILE_TESTS = frozenset(["-d", "-f", "-e", "-L", "-h", "-s", "-r", "-w", "-x"])
 _COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
+_SIGNS = {"&&": "&&", "||": "||", "-a": "&&", "-o": "||", "!": "!", "(": "(", ")": ")"}
+MOST_UNKNOWN = 6
+"""Parts of a test that only a job knows."""
 
 
 class BashTest:
@@ -32,47 +21,33 @@ class BashTest:
 
     def __init__(self, values: BashValues, words: list[Word], at: int, *, expanded: bool = False) -> None:
         self.values, self.words, self.where, self.expanded, self.at = values, words, at, expanded, 0
+        if expanded:  # an unset variable without quotes is no word
+            gone = [values.without_unset(self._value(each)) == "" and values.uncounted([each.text]) for each in words]
+            self.words = [each for each, unset in zip(words, gone, strict=True) if not unset]
 
     def answer(self) -> bool | None:
         """True or false; None: only a job knows it. Raises UnreadableBash."""
-        if not self.words:
-            return False
-        found = self._or()
-        if self.at < len(self.words):
+        found, unknown = "", 0
+        while rest := self.words[self.at :]:
+            sign = _SIGNS.get(rest[0].text, "")
+            if sign and (len(rest) < 3 or rest[1].text not in _COMPARISONS):
+                found += sign
+                self.at += 1
+            elif (single := self._single()) is None:
+                found += f"{{{unknown}}}"
+                unknown += 1
+            else:
+                found += f" {int(single)} "
+        cases = itertools.product((" 0 ", " 1 "), repeat=min(unknown, MOST_UNKNOWN))
+        answers = (
+            {ask_bash("echo $(($1))", found.format(*case)) for case in cases} if unknown <= MOST_UNKNOWN else {None}
+        )
+        if None in answers:
             self._refuse()
-        return found
+        return answers == {"1\n"} if len(answers) == 1 else None
 
     def _refuse(self) -> NoReturn:
         raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
-
-    def _next(self, *texts: str) -> bool:
-        found = self.at < len(self.words) and self.words[self.at].text in texts
-        self.at += found
-        return found
-
-    def _or(self) -> bool | None:
-        return self._chain(("||", "-o"), self._and, True)
-
-    def _and(self) -> bool | None:
-        return self._chain(("&&", "-a"), self._not, False)
-
-    def _chain(self, texts: tuple[str, str], inner: Callable[[], bool | None], decides: bool) -> bool | None:
-        found = inner()
-        while self._next(*texts):
-            both = (found, inner())
-            found = decides if decides in both else None if None in both else not decides
-        return found
-
-    def _not(self) -> bool | None:
-        if self._next("!"):
-            found = self._not()
-            return None if found is None else not found
-        if not self.expanded and self._next("("):
-            found = self._or()
-            if not self._next(")"):
-                self._refuse()
-            return found
-        return self._single()
 
     def _value(self, word: Word) -> str:
         text = word.text if self.expanded else self.values.text(word)
@@ -90,8 +65,6 @@ class BashTest:
         if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
             self.at += 2
             return self._unary(rest[0].text, self._value(rest[1]), rest[1])
-        if not rest:
-            self._refuse()
         self.at += 1
         value = self.values.without_unset(self._value(rest[0]))
         return None if MARK.search(value) else bool(value)
@@ -103,11 +76,13 @@ class BashTest:
             empty = MARK.sub("", value) == ""
             return (kind == "-n") is not empty if not unknown or not empty else None
         if kind == "-v":
-            return value in self.values.variables
+            name, _, index = value.removesuffix("]").partition("[")
+            found = self.values.value(name, word.at, index or None)
+            return None if MARK.search(found or "") else found is not None
         if kind in _FILE_TESTS and not unknown and value == text:
             if value and not value.startswith("/"):
                 return None  # nobody knows in which folder
-            answer = bool(value) and _FILE_TESTS[kind](value)
+            answer = ask_bash.__wrapped__(f'[ {kind} "$1" ]', value) is not None  # a file may appear between two
             line = self.values.source.where(word.at)
             self.values.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
             return answer
@@ -120,44 +95,33 @@ class BashTest:
         one = script.without_unset(self._value(left))
         if kind in ("-nt", "-ot") or MARK.search(one):
             return None
-        if kind.startswith("-"):
-            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
-            if any(isinstance(number, str) for number in numbers):
-                return None
-            first, last = int(numbers[0]), int(numbers[1])
-            return bool(getattr(operator, kind[1:])(first, last))
         if kind in ("=", "==", "!=") and not self.expanded:
             pattern = script.pattern(right)
-            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
+            return None if pattern is None else matches(one, pattern) is (kind != "!=")
+        if kind == "=~":
+            return self._searched(one, script.pattern(right))
         other = script.without_unset(self._value(right))
         if MARK.search(other):
             return None
-        if kind == "=~":
-            try:
-                return re.search(other, one) is not None
-            except re.error:
-                self._refuse()
-        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
-
-
-def formatted(words: list[str]) -> str | None:
-    """The output of `printf`; None if it is not known."""
-    if not words or MARK.search(words[0]):
-        return None
-    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
-    pattern = re.sub(r"(%[-+ 0#]*\d*(?:\.\d+)?)([qu])", lambda each: each[1] + {"q": "s", "u": "d"}[each[2]], pattern)
-    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdixXfge])", pattern)
-    wanted = [part[-1] for part in parts if part != "%%"]
-    if pattern.count("%") - parts.count("%%") * 2 != len(wanted) or (wanted and len(words) - 1 > len(wanted) * 1000):
-        return None
-    rest, found = list(words[1:]), []
-    while True:
-        values: list[object] = []
-        for kind in wanted:
-            word = rest.pop(0) if rest else ""
-            if kind != "s" and not re.fullmatch(r"-?\d*(\.\d+)?", word):
+        if kind.startswith("-") and not self.expanded:
+            numbers = [str(script.arithmetic(each or "0", left.at)) for each in (one, other)]
+            if MARK.search("".join(numbers)):
                 return None
-            values.append(word if kind == "s" else float(word or 0) if kind in "fge" else int(word or 0))
-        found.append(pattern % tuple(values))
-        if not rest or not wanted:
-            return "".join(found)
+            one, other = numbers
+        return ask_bash(f'[ "$1" \\{kind} "$2" ]', one, other) is not None
+
+    def _searched(self, text: str, pattern: str | None) -> bool | None:
+        if pattern is None:
+            return None
+        script = '[[ $1 =~ $2 ]]; s=$?; ((s < 2)) && printf "%s\\0" $s "${BASH_REMATCH[@]}"'
+        found = ask_bash(script, text, pattern)
+        if found is None:
+            self._refuse()
+        status, *parts = found.split("\0")[:-1]
+        self.values.variables["BASH_REMATCH"] = {str(number): part for number, part in enumerate(parts)}
+        return status == "0"
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Return True if a text is of a pattern."""
+    return ask_bash("[[ $1 == $2 ]]", text, pattern) is not None

@@ -7,28 +7,34 @@ like any text, and whoever uses the value sees it.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import glob
 import re
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from functools import lru_cache
+from typing import Any, Self
 
-from relayrun.submit.megatron_lm.bash_syntax import BashText, UnreadableBash, Word, line_number
+from relayrun.submit.megatron_lm.bash_syntax import BashText, Node, UnreadableBash, Word, line_number
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 """A value in a text that only a job knows; the number is that of its `UnknownValue`."""
-PER_JOB = re.compile(r"SLURM\w*|HOSTNAME|RANDOM|SECONDS|BASHPID|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|TMPDIR|[$!?_-]|0")
+PER_JOB = re.compile(
+    r"SLURM\w*|HOST(?:NAME|TYPE)|S?RANDOM|SECONDS|EPOCH\w+|BASH\w*|FUNCNAME|PPID|LINENO|RANK|LOCAL_RANK|NODE_RANK|"
+    r"TMPDIR|E?UID|OSTYPE|MACHTYPE|SHLVL|PIPESTATUS|(?:OLD)?PWD|PATH|[$!?_-]|0"
+)
 """Variables with a value in a job alone."""
 _EXPRESSION = re.compile(r"(?=.*\w)[\d\[\]()*+-]+|(?=.*M)[ME*|-]+")
 """Words that Megatron-LM computes, as `[0]*3+[1]*58` of --moe-layer-freq or `M-M*` of --hybrid-layer-pattern."""
+BASH_SECONDS = 20.0
 MOST_WORDS = 100_000
 """Words of one expansion; no launcher comes near."""
 _PARAMETER = re.compile(r"(!?)(#?)([A-Za-z_]\w*|\d+|[@*#?$!-])")
-_BRACES = re.compile(r"(?<!\$)\{([^{}'\"$`\\\s]*(?:,|\.\.)[^{}'\"$`\\\s]*)\}")
 _ALL_VALUES = re.compile(r"\$@|\$\{(\w+\[@\]|@)([:+-].*)?\}", re.S)
 """An expansion in quotes that may become no word at all."""
-_ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"', "e": "\x1b"}
+DEFAULTS = {"IFS": " \t\n", "OPTIND": "1"}
+"""Variables of a new shell."""
+_COPIED = ("exported", "keyed", "integers", "positional", "functions", "options")
 Variable = str | dict[str, str]
 """A text, or an array by its indices."""
 
@@ -63,32 +69,36 @@ class Source:
 
 @dataclass
 class _Fields:
-    """The words that an expansion becomes; `pattern` is the last word with its quoted parts escaped."""
+    """The words that an expansion becomes; `pattern` is the last word with its quoted characters escaped."""
 
     ifs: str | None
+    loose: set[int]
     done: list[tuple[str, str]] = field(default_factory=list)
     text: str | None = None
     pattern: str = ""
 
     def add(self, text: str, *, quoted: bool) -> None:
         self.text = (self.text or "") + text
-        self.pattern += glob.escape(text) if quoted else text
+        self.pattern += re.sub(r"[][.*^$+?(){}|\\@!]", r"\\\g<0>", text) if quoted else text
 
     def end(self) -> None:
         if self.text is not None:
             self.done.append((self.text, self.pattern))
         self.text, self.pattern = None, ""
 
-    def split(self, text: str) -> None:
-        """Add the value of an unquoted parameter."""
-        if self.ifs is None:
-            return self.add(text, quoted=False)
-        blanks = "".join(char for char in self.ifs if char in " \t\n")
-        parts = re.split(f"[{re.escape(self.ifs)}]+" if blanks else f"[{re.escape(self.ifs)}]", text)
+    def put(self, text: str, *, quoted: bool) -> None:
+        """Add the value of a parameter, which is split at IFS unless it is quoted."""
+        if quoted or self.ifs is None:
+            return self.add(text, quoted=quoted)
+        self.loose.update(map(int, MARK.findall(text)))
+        parts = [text]
+        if {*text} & {*self.ifs}:
+            parts = (ask_bash('IFS=$2; set -f; printf "%s\\0" $1', f"x{text}x", self.ifs) or "").split("\0")[:-1]
+            parts[0], parts[-1] = parts[0][1:], parts[-1][:-1]
         for number, part in enumerate(parts):
             if number:
                 self.end()
-            if part or (not blanks and 0 < number < len(parts) - 1):
+            if part or (number < len(parts) - 1 and (number or text[:1].strip())):
                 self.add(part, quoted=False)
         return None
 
@@ -97,17 +107,24 @@ class BashValues:
     """Variables, and the values of words."""
 
     def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
-        self.before = dict(variables)
+        self.before = {**DEFAULTS, **variables}
         """Variables that are set when the script begins."""
-        self.variables: dict[str, Variable] = dict(variables)
-        self.exported = set(variables)
+        self.variables: dict[str, Variable] = dict(self.before)
+        self.exported = {*variables} - {"PWD", "OLDPWD"}
         self.defaults = defaults
         """Values of variables that the script only reads."""
         self.keyed: set[str] = set()
         """Associative arrays."""
+        self.integers: set[str] = set()
+        self.functions: dict[str, tuple[Source, Node]] = {}
+        self.options: set[str] = set()
+        self.substituted: bool | None = True
+        """The status of the last substitution."""
         self.positional: list[str] = []
         self.source = source
         self.unknown: list[UnknownValue] = []
+        self.loose: set[int] = set()
+        """Unknown values, by their numbers, that may be several words or none."""
         self.notes: list[str] = []
         """Sentences on evaluated tests, each with its line."""
 
@@ -121,13 +138,31 @@ class BashValues:
         other.variables = {
             name: dict(value) if isinstance(value, dict) else value for name, value in self.variables.items()
         }
-        other.exported, other.keyed, other.positional = set(self.exported), set(self.keyed), list(self.positional)
+        other.take(self)
         return other
+
+    def differs(self, other: Self) -> bool:
+        """Whether functions, options or parameters are others; variables are not compared."""
+        return any(getattr(self, name) != getattr(other, name) for name in _COPIED if name != "exported")
+
+    def take(self, other: Self) -> None:
+        """Have the functions, options and parameters of another shell."""
+        for name in _COPIED:
+            setattr(self, name, copy.copy(getattr(other, name)))
 
     def mark(self, at: int, words: str, *, command: tuple[str, ...] = (), unset: str = "") -> str:
         """A text that stands for an unknown value."""
         self.unknown.append(UnknownValue(self.source.where(at), words, command, unset))
         return f"\ue000{len(self.unknown) - 1}\ue001"
+
+    def several(self, at: int, words: str) -> str:
+        """A text that stands for an unknown number of words."""
+        self.loose.add(len(self.unknown))
+        return self.mark(at, words)
+
+    def uncounted(self, values: Iterable[str]) -> str:
+        """The first value that may be several words or none; empty if each is one word."""
+        return next((value for value in values if self.loose.intersection(map(int, MARK.findall(value)))), "")
 
     def unknowns(self, text: str) -> list[UnknownValue]:
         """The unknown values in a text."""
@@ -139,9 +174,8 @@ class BashValues:
 
     def words(self, word: Word, *, split: bool = True) -> list[str]:
         """The words that a word becomes."""
-        raws = self._braces(word.text) if split else [word.text]
-        ifs = self.variables.get("IFS", " \t\n")
-        fields = _Fields((ifs if isinstance(ifs, str) else " \t\n") if split else None)
+        raws = self._braces(word) if split else [word.text]
+        fields = _Fields(str(self.variables.get("IFS", " \t\n")) if split else None, self.loose)
         for raw in raws:
             self._expand(raw, 0, len(raw), fields, word.at, quoted=False)
             fields.end()
@@ -155,14 +189,12 @@ class BashValues:
         """The value of a word that is not split, as on the right of `=`."""
         return self.words(word, split=False)[0]
 
-    def pattern(self, word: Word) -> re.Pattern[str] | None:
-        """A word as a pattern of `case` or `[[ == ]]`; None if it holds an unknown value."""
-        fields = _Fields(None)
+    def pattern(self, word: Word) -> str | None:
+        """A word as a pattern or regular expression of Bash; None if it holds an unknown value."""
+        fields = _Fields(None, self.loose)
         self._expand(word.text, 0, len(word.text), fields, word.at, quoted=False)
         found = self.without_unset(fields.pattern)
-        if re.search(r"[?*+@!]\(", word.text):
-            raise UnreadableBash(word.at, "an extended pattern is not read")
-        return None if MARK.search(found) else re.compile(fnmatch.translate(found.replace("[^", "[!")))
+        return None if MARK.search(found) else found
 
     def array(self, word: Word, start: int, *, keyed: bool) -> dict[str, str]:
         """The elements of `( ... )`, which begins at `start` of the word. `keyed`: of an associative array."""
@@ -170,49 +202,64 @@ class BashValues:
         following = 0
         for each in _words_between(word, start + 1, len(word.text) - 1):
             index = re.match(r"\[([^]]*)\]=", each.text)
+            if index is None and keyed:
+                raise UnreadableBash(each.at, "an element without a key is not read")
             if index is None:
                 for value in self.words(each):
                     found[str(following)] = value
                     following += 1
                 continue
-            key = self.text(Word(each.at, index[1])) if keyed else str(self.arithmetic(index[1], each.at))
+            key = self.key(index[1], each.at, keyed=keyed)
             found[key] = self.text(Word(each.at, each.text[index.end() :]))
             following = int(key) + 1 if not keyed and key.isdigit() else following
         return found
 
-    def _braces(self, raw: str) -> list[str]:
-        found = _BRACES.search(raw) if not re.search(r"['\"\\]", raw) else None
+    def key(self, inner: str, at: int, *, keyed: bool) -> str:
+        """The index of an element that is set."""
+        found = self.text(Word(at, inner)) if keyed else str(self.arithmetic(inner, at))
+        if MARK.search(found):
+            raise UnreadableBash(at, "the index of an element is not known here")
+        return found
+
+    def _braces(self, word: Word) -> list[str]:
+        """The words that braces become: Bash expands them, with numbers in place of what is quoted."""
+        reader, parts, at = BashText(word.text), list[str](), 0
+        while at < len(word.text):
+            behind = reader.token(at)
+            parts.append(word.text[at:behind])
+            at = behind
+        if "{" not in parts:
+            return [word.text]
+        plain = [part if re.fullmatch(r"[\w.,{}-]", part) else f"%{number}%" for number, part in enumerate(parts)]
+        found = ask_bash(f"printf '%s\\0' {''.join(plain)}")
         if found is None:
-            return [raw]
-        inner: list[str] = found[1].split(",")
-        if len(inner) == 1:
-            numbers = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", inner[0])
-            if numbers is None or abs(int(numbers[1]) - int(numbers[2])) > MOST_WORDS:
-                return [raw]
-            first, last, step = int(numbers[1]), int(numbers[2]), int(numbers[3] or 1) or 1
-            width = max(map(len, numbers.group(1, 2))) if re.match(r"-?0\d", numbers[1]) else 0
-            sign = 1 if last >= first else -1
-            inner = [f"{number:0{width}d}" for number in range(first, last + sign, step * sign)]
-        return [each for part in inner for each in self._braces(raw[: found.start()] + part + raw[found.end() :])]
+            raise UnreadableBash(word.at, "these braces are not read")
+        return [re.sub("%(\\d+)%", lambda each: parts[int(each[1])], text) for text in found.split("\0")[:-1]]
 
     def _files(self, text: str, pattern: str, at: int) -> list[str]:
         """A word, or the files that it is a pattern of."""
-        if not re.search(r"[*?]|\[[^]]+\]", re.sub(r"\[([*?[])\]", "", pattern)) or _EXPRESSION.fullmatch(text):
+        plain = re.sub(r"(?s)\\.", "", pattern)
+        if "f" in self.options or not re.search(r"[*?]|\[[^]]+\]", plain) or _EXPRESSION.fullmatch(text):
             return [text]
         if MARK.search(text) or not text.startswith("/"):
             return [self.mark(at, f"{MARK.sub('...', text)} is a pattern of files, and nobody knows in which folder")]
-        files = sorted(glob.glob(pattern))
+        files = sorted(glob.glob(re.sub(r"(?s)\\(.)", lambda char: glob.escape(char[1]), pattern)))
         self.notes.append(f"{self.source.where(at)}: {text} is a pattern of {len(files)} files")
         return files or [text]
 
-    def _expand(self, raw: str, i: int, end: int, fields: _Fields, at: int, *, quoted: bool) -> None:
-        reader = BashText(raw)
-        if raw.startswith("~", i) and not quoted and i == 0 and raw[1:2] in ("", "/"):
-            fields.add(str(self.variables.get("HOME", "~")), quoted=True)
-            i += 1
+    def _expand(
+        self, raw: str, i: int, end: int, fields: _Fields, at: int, *, quoted: bool, operand: bool = False
+    ) -> None:
+        """Add the expansion of a text. `operand`: of the word in `${NAME:-word}`, which is split as a value."""
+        reader, start = BashText(raw), i
         while i < end:
             char = raw[i]
-            if char == "\\":
+            if char == "~" and not quoted and (i == start or (raw[i - 1] == ":" and fields.ifs is None)):
+                if re.match(r"[\w+-]", raw[i + 1 : i + 2]):
+                    raise UnreadableBash(at, "~ before a name is not read: write the folder")
+                fields.add(self.plain("HOME", at), quoted=True)
+                i += 1
+            elif char == "\\":
                 following = raw[i + 1 : i + 2]
                 kept = "" if not quoted or following in '$`"\\\n' else "\\"
                 fields.add("" if following == "\n" else kept + following, quoted=True)
@@ -234,25 +281,25 @@ class BashValues:
                 fields.add(self.mark(at, "a process substitution names a file of a job"), quoted=True)
                 i = reader.parentheses(i + 1)
             else:
-                fields.add(char, quoted=quoted)
+                (fields.put if operand else fields.add)(char, quoted=quoted)
                 i += 1
 
     def _dollar(self, raw: str, i: int, reader: BashText, fields: _Fields, at: int, *, quoted: bool) -> int:
         """Add the expansion that begins with a dollar or a backquote; return the index behind it."""
         behind = reader.token(i, in_quotes=quoted)
         if raw[i] == "`":
-            self._add(re.sub(r"\\([$`\\])", r"\1", self.substitute(raw[i + 1 : behind - 1], at)), fields, quoted=quoted)
+            inner = re.sub(r"\\([$`\\])", r"\1", raw[i + 1 : behind - 1])
+            fields.put(self.substitute(inner, at), quoted=quoted)
         elif raw.startswith("$((", i) and raw[:behind].endswith("))"):
-            self._add(str(self.arithmetic(raw[i + 3 : behind - 2], at)), fields, quoted=quoted)
+            fields.put(str(self.arithmetic(raw[i + 3 : behind - 2], at)), quoted=quoted)
         elif raw.startswith("$(", i):
-            self._add(self.substitute(raw[i + 2 : behind - 1], at + i), fields, quoted=quoted)
+            fields.put(self.substitute(raw[i + 2 : behind - 1], at + i), quoted=quoted)
         elif raw.startswith("$[", i):
             raise UnreadableBash(at, "arithmetic in brackets is not read: write $(( ))")
         elif raw.startswith("${", i):
             self._parameter(raw[i + 2 : behind - 1], fields, at, quoted=quoted)
         elif raw.startswith("$'", i) and not quoted:
-            text = re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[0]), raw[i + 2 : behind - 1])
-            fields.add(text, quoted=True)
+            fields.add(ask_bash(f"printf %s {raw[i:behind]}") or "", quoted=True)
         elif (name := re.compile(r"[A-Za-z_]\w*|[\d@*#?$!_-]").match(raw, i + 1)) is not None:
             self._parameter(name[0], fields, at, quoted=quoted)
             return name.end()
@@ -260,40 +307,37 @@ class BashValues:
             fields.add("$", quoted=quoted)
         return behind
 
-    def _add(self, text: str, fields: _Fields, *, quoted: bool) -> None:
-        if quoted:
-            fields.add(text, quoted=True)
-        else:
-            fields.split(text)
-
     def _add_all(self, values: list[str], fields: _Fields, *, joined: bool, quoted: bool) -> None:
         """Add several values; `joined`: as `*`, one text in quotes."""
         if quoted and joined:
-            ifs = self.variables.get("IFS", " ")
-            return fields.add((ifs[:1] if isinstance(ifs, str) else " ").join(values), quoted=True)
+            return fields.add(str(self.variables.get("IFS", " "))[:1].join(values), quoted=True)
         for number, value in enumerate(values):
             if number and fields.ifs is not None:
                 fields.end()
             elif number:
                 fields.add(" ", quoted=quoted)
-            self._add(value, fields, quoted=quoted)
+            fields.put(value, quoted=quoted)
         return None
 
     def value(self, name: str, at: int, index: str | None = None) -> str | None:
         """A variable's value; None if it has none."""
         if name.isdigit() and name != "0":
-            return self.positional[int(name) - 1] if int(name) <= len(self.positional) else None
+            known = self.positional[: int(name)]
+            return self.uncounted(known) or (known[-1] if len(known) == int(name) else None)
         if name == "#":
-            return str(len(self.positional))
+            return self.uncounted(self.positional) or str(len(self.positional))
         found = self.variables.get(name)
         if found is None:
             return self.mark(at, f"${name} has a value in a job alone") if PER_JOB.fullmatch(name) else None
         if not isinstance(found, dict):
-            return found if index in (None, "0", "@", "*") else None
+            return found if index in (None, "0", "@", "*") or MARK.fullmatch(found) else None
         if name in self.keyed:
-            return found.get("" if index is None else self.text(Word(at, index)))
+            return found.get("0" if index is None else self.text(Word(at, index)))
         key = str(self.arithmetic(index or "0", at))
-        return found.get(list(found)[int(key)] if key.startswith("-") and found else key)
+        if MARK.search(key):
+            return key
+        before = [value for each, value in found.items() if key.startswith("-") or int(each) <= int(key)]
+        return self.uncounted(before) or found.get(list(found)[int(key)] if key.startswith("-") and found else key)
 
     def values(self, name: str) -> list[str]:
         """All values of an array, or of the positional parameters."""
@@ -301,6 +345,9 @@ class BashValues:
             return list(self.positional)
         found = self.variables.get(name)
         if isinstance(found, dict):
+            note = f"{self.source.name}: {name} has the order of its lines here, in Bash another one"
+            if name in self.keyed and len(found) > 1 and note not in self.notes:
+                self.notes.append(note)
             return [found[key] for key in sorted(found, key=lambda key: 0 if name in self.keyed else int(key))]
         return [] if found is None else [found]
 
@@ -329,10 +376,14 @@ class BashValues:
             values = self.values(name)
             if indirect:
                 found = self.variables.get(name)
-                values = list(found) if isinstance(found, dict) else []
+                values = list(found) if isinstance(found, dict) and not self.uncounted(values) else values
             if length:
-                return self._add(str(len(values)), fields, quoted=quoted)
-            if (part := re.match(r":\s*(\d+)(?::\s*(\d+))?$", rest)) is not None:
+                return fields.put(self.uncounted(values) or str(len(values)), quoted=quoted)
+            if re.match(r":[^-=+?]", rest):
+                part, found = re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest), self.variables.get(name)
+                gaps = isinstance(found, dict) and list(found) != [str(number) for number in range(len(found))]
+                if part is None or gaps or self.uncounted(values):
+                    raise UnreadableBash(at, f"a part ${{{inner}}} of this form is not read")
                 first = int(part[1]) - (name in ("@", "*"))
                 values, rest = values[first : first + int(part[2]) if part[2] else None], ""
             if (replaced := _operator(rest)) and values and replaced not in (":+", "+"):
@@ -340,17 +391,17 @@ class BashValues:
             if not rest or (values and replaced not in (":+", "+")):
                 return self._add_all(values, fields, joined="*" in (index, name), quoted=quoted)
             if (not values) == replaced.endswith("-"):
-                self._expand(rest, len(replaced), len(rest), fields, at, quoted=quoted)
+                self._expand(rest, len(replaced), len(rest), fields, at, quoted=quoted, operand=True)
             return None
         if indirect:
             name = self.without_unset(self.plain(name, at))
             if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                return self._add(self.mark(at, "the name of a variable is not known here"), fields, quoted=quoted)
+                return fields.put(self.mark(at, "the name of a variable is not known here"), quoted=quoted)
         if length:
             value = self.plain(name, at, index)
             unknown = MARK.search(self.without_unset(value))
             text = value if unknown else str(len(self.without_unset(value)))
-            return self._add(text, fields, quoted=quoted)
+            return fields.put(text, quoted=quoted)
         return self._with_operator(name, index, rest, fields, at, quoted=quoted)
 
     def _with_operator(
@@ -361,21 +412,23 @@ class BashValues:
             raise UnreadableBash(at, "a quote inside of a quoted ${...} is not read")
         if form is None:
             value = self.plain(name, at, index)
-            return self._add(self._changed(value, rest, at) if rest else value, fields, quoted=quoted)
+            return fields.put(self._changed(value, rest, at) if rest else value, quoted=quoted)
         found = self.value(name, at, index)
         missing = found is None or (form[0][0] == ":" and self.without_unset(found) == "")
         if form[0][-1] == "+":
-            if not missing:
-                self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted)
+            if found is not None and MARK.fullmatch(self.without_unset(found)):
+                fields.put(found, quoted=quoted)
+            elif not missing:
+                self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         elif not missing:
-            self._add(found or "", fields, quoted=quoted)
+            fields.put(found or "", quoted=quoted)
         elif form[0][-1] == "?":
-            self._add(self.mark(at, f"${name} has no value", unset=name), fields, quoted=quoted)
+            fields.put(self.mark(at, f"${name} has no value", unset=name), quoted=quoted)
         elif form[0][-1] == "=":
             self.variables[name] = self.text(Word(at, rest[form.end() :]))
-            self._add(str(self.variables[name]), fields, quoted=quoted)
+            fields.put(str(self.variables[name]), quoted=quoted)
         else:
-            self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted)
+            self._expand(rest, form.end(), len(rest), fields, at, quoted=quoted, operand=True)
         return None
 
     def _changed(self, value: str, rest: str, at: int) -> str:
@@ -384,26 +437,25 @@ class BashValues:
         if MARK.search(value):
             return value
         if rest[0] == ":":
-            first, _, count = rest[1:].partition(":")
-            numbers = [self.arithmetic(each, at) for each in ([first, count] if count else [first])]
-            if not all(isinstance(number, int) for number in numbers):
-                return str(numbers[0])
-            start = int(numbers[0]) if int(numbers[0]) >= 0 else max(len(value) + int(numbers[0]), 0)
-            if len(numbers) == 1:
-                return value[start:]
-            return value[start : int(numbers[1]) + (start if int(numbers[1]) >= 0 else len(value))]
+            numbers = "".join(f": {self.arithmetic(each, at)}" for each in rest[1:].split(":"))
+            known = not MARK.search(numbers)
+            return (ask_bash(f'printf %s "${{1{numbers}}}"', value) if known else numbers) or ""
         form = re.match(r"##?|%%?|//|/[#%]?|\^\^?|,,?", rest)
-        if form is None:
-            raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
-        kind, body = form[0], rest[form.end() :]
-        if kind[0] in "^,":
-            change: Callable[[str], str] = str.upper if kind[0] == "^" else str.lower
-            return change(value) if len(kind) == 2 else change(value[:1]) + value[1:]
-        word, _, new = body.partition("/") if kind[0] == "/" else (body, "", "")
-        pattern = self.pattern(Word(at, word))
-        if pattern is None:
+        kind, body, new = form[0] if form is not None else "", rest[form.end() if form is not None else 0 :], ""
+        if kind[:1] == "/":
+            slash, reader = 0, BashText(body)
+            while slash < len(body) and body[slash] != "/":
+                slash = reader.token(slash)
+            body, new = body[:slash], self.text(Word(at, body[slash + 1 :]))
+        pattern = self.pattern(Word(at, body))
+        if pattern is None or MARK.search(new):
             return self.mark(at, "a pattern is not known here")
-        return _replaced(value, kind, pattern.pattern, self.text(Word(at, new)))
+        operand = f'{kind}$2/"$3"' if kind[:1] == "/" else f"{kind}$2" if body else kind
+        script = f'shopt -{"s" if "extglob" in self.options else "u"} extglob; printf %s "${{1{operand}}}"'
+        found = ask_bash(script, value, pattern, new) if kind and "&" not in new else None
+        if found is None:  # versions of Bash differ in &
+            raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
+        return found
 
     def arithmetic(self, raw: str, at: int) -> int | str:
         """The value of arithmetic; a mark if it is not known."""
@@ -411,27 +463,30 @@ class BashValues:
 
     def quoted(self, raw: str, at: int) -> str:
         """A text with its expansions, as between quotes."""
-        fields = _Fields(None)
+        fields = _Fields(None, self.loose)
         self._expand(raw, 0, len(raw), fields, at, quoted=True)
         fields.end()
         return fields.done[0][0] if fields.done else "0"
 
 
+@lru_cache(maxsize=10_000)
+def ask_bash(script: str, *words: str) -> str | None:
+    """The output of a script that is ours, whose parameters are texts of a launcher; None if it fails.
+
+    So patterns, formats and numbers are what Bash makes of them; no text of a launcher is a command here.
+    """
+    command = ["bash", "--noprofile", "--norc", "-c", f"ulimit -v 1000000; {script}", "bash", *words]
+    options: Any = {"env": {"LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL, "capture_output": True}
+    try:
+        done = subprocess.run(command, timeout=BASH_SECONDS, check=False, **options)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # no Bash, a text that is too long or has a NUL
+        raise UnreadableBash(0, f"Bash does not answer: {error}") from None
+    return None if done.returncode else done.stdout.decode(errors="replace")
+
+
 def _operator(rest: str) -> str:
     found = re.match(r":?[-=+?]|##?|%%?|//?|\^\^?|,,?|:", rest)
     return found[0] if found is not None else ""
-
-
-def _replaced(value: str, kind: str, pattern: str, new: str) -> str:
-    body = pattern.removesuffix(r"\Z").removesuffix(r"\z")
-    if kind in ("#", "##"):
-        spans = [end for end in range(len(value) + 1) if re.fullmatch(body, value[:end])]
-        return value[(spans[-1] if len(kind) == 2 else spans[0]) :] if spans else value
-    if kind in ("%", "%%"):
-        spans = [start for start in range(len(value) + 1) if re.fullmatch(body, value[start:])]
-        return value[: spans[0] if len(kind) == 2 else spans[-1]] if spans else value
-    anchored = {"/#": rf"\A{body}", "/%": rf"{body}\Z"}.get(kind, body)
-    return re.sub(anchored, lambda _: new, value, count=0 if kind == "//" else 1)
 
 
 def _behind_bracket(text: str) -> int:

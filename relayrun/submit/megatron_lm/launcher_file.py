@@ -9,8 +9,6 @@ arrays NAME_ARGS=( --flag value ... ).
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,9 @@ from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_builtins import Started, read_script
 from relayrun.submit.megatron_lm.bash_run import Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
-from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
+from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue, ask_bash
 from relayrun.submit.megatron_lm.flags import Flag
 
-BASH_SECONDS = 20.0
 REPLACED_FLAGS = {
     "save": "every run has a folder of its own, which `run_dir` names",
     "load": "a run goes on from its own folder; `checkpoint.load` names what a new one begins with",
@@ -98,10 +95,10 @@ def read_launcher(
     script.positional = [value for name, value in environment.items() if name.isdigit()]
     try:
         script.follow()
+        _refuse_no_bash(path, text)  # behind what is said better here
     except UnreadableBash as error:
         where = getattr(error, "where", script.source.where(error.at))
         raise ConfigError(error.words, where=where, hint="write the value itself, or use megatron_lm.args") from None
-    _refuse_no_bash(path, text)  # behind what is said better here
     training = _training(path, script)
     words = _words_of_arrays(path, script) if training is None else training.words[training.program + 1 :]
     plain = _without_comments(text)
@@ -149,14 +146,10 @@ def _read(path: Path) -> str:
 
 def _refuse_no_bash(path: Path, text: str) -> None:
     """Raise ConfigError if Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
-    if (bash := shutil.which("bash")) is None:
-        return
-    command = [bash, "--noprofile", "--norc", "-n"]
-    done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=BASH_SECONDS, check=False)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[0]
-        found = re.fullmatch(r".*?: line (\d+): (.*)", said)
-        where, message = (f"{path}:{found[1]}", found[2]) if found is not None else (str(path), said)
+    said = (ask_bash('said=$(bash --norc -n <<< "$1" 2>&1) || echo "$said"', text) or "").strip().splitlines()
+    if said:
+        found = re.fullmatch(r".*?: line (\d+): (.*)", said[0])
+        where, message = (f"{path}:{found[1]}", found[2]) if found is not None else (str(path), said[0])
         raise ConfigError(f"this is no Bash: {message}", where=where, hint="mend it, or use megatron_lm.args")
 
 
@@ -214,8 +207,8 @@ def _refuse_unknown(script: Script, found: list[Flag], hints: Mapping[str, str])
     errors = []
     for flag in found:
         unknown = script.unknowns(" ".join((flag.name, *flag.values)))
-        if not unknown or flag.name in REPLACED_FLAGS:
-            continue
+        if not unknown or (flag.name in REPLACED_FLAGS and len(flag.values) == 1):
+            continue  # a second value may be any flag
         words, hint = _why_unknown(script, unknown[0], hints)
         errors.append(ConfigError(f"--{MARK.sub('...', flag.name)}: {words}", where=unknown[0].where, hint=hint))
     if errors:
