@@ -210,7 +210,7 @@ COMMANDS = {
         "upload IN/hf my-lab/my-model",
         "upload IN/hf my-lab/my-model --public",
         "hub/my-lab/my-model/main",
-        "",
+        "hf/model.safetensors",
         inputs="models",
         fills=True,
         hub=True,
@@ -292,15 +292,16 @@ class Place:
 
     def stopped_in_work(self, name: str) -> tuple[int, Path]:
         """Start a command and let it stop where it has begun its output."""
-        every, work = self.operations(name), COMMANDS[name].work
-        found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, work))
+        every, command = self.operations(name), COMMANDS[name]
+        found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, command))
         started = self.stopped(name, found)
         assert started is not None
         return started
 
-    def _begins_output(self, operation: str, work: str) -> bool:
+    def _begins_output(self, operation: str, command: Command) -> bool:
         event, _, path = operation.partition(" ")
-        return event in ("os.mkdir", "open") and work in path and "-work-" not in path
+        made = event in ("os.mkdir", "open") and command.work in path and "-work-" not in path
+        return made or (command.hub and event == "tests.network")
 
     def tree(self, top: Path | None = None) -> dict[str, str]:
         """Return name and content of everything below the outputs."""
