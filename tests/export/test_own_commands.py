@@ -209,12 +209,11 @@ def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Pa
 
 
 def by_hand(run: Run) -> subprocess.Popen[str]:
-    """Start the evaluation outside a job."""
+    """Start the evaluation in an allocation of one's own."""
     command = [sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
-    outside = {name: value for name, value in os.environ.items() if "JOB_ID" not in name}
     return subprocess.Popen(
         [*command, "--iteration=7", "--attempt=1"],
-        env=outside | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "41"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

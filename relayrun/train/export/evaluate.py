@@ -178,9 +178,10 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
 def _evaluated(run: Run, folder: EvaluationDir) -> EvaluationResult:
     """Evaluate one checkpoint; an error or the end of the job is a result, too."""
     started = time.time()
-    claim = EvaluationClaim(job_id=_job_id(), node=socket.gethostname(), time=started)
+    job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
+    claim = EvaluationClaim(job_id=job_id, node=socket.gethostname(), time=started)
     claim.write(folder.claim)
-    about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": claim.job_id}
+    about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": job_id}
     keep = False
     try:
         due = {(number, commit.iteration): commit for number, commit in evaluations.due_checkpoints(run)}
@@ -203,10 +204,6 @@ def _evaluated(run: Run, folder: EvaluationDir) -> EvaluationResult:
         signal.signal(number, signal.SIG_IGN)  # the rest takes no time
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
     return EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
-
-
-def _job_id() -> str | None:
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
 
 
 def _scored(
@@ -271,8 +268,9 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True, help="that committed it")
+    parser.add_argument("--in-job", action="store_true", help="the run's own: its end is a result")
     options = parser.parse_args()
-    if _job_id() is not None:  # the end of a job is a result; what a person interrupts goes on later
+    if options.in_job:  # what a person interrupts, perhaps in another allocation, goes on later
         for number in ENDING_SIGNALS:
             signal.signal(number, _leave_on_signal)
     return print_result(evaluate_checkpoint(Run(options.run_dir.absolute()), options.iteration, options.attempt))
