@@ -142,12 +142,10 @@ def published_file(final: Path) -> Iterator[Path]:
     Raises InputError if `final` is no file or changes meanwhile, or another process makes it."""
     if os.path.exists(final) and not os.path.isfile(final):
         raise InputError("this is no file", where=final, hint="choose another output")
-    before = None
-    with contextlib.suppress(FileNotFoundError):
-        before = files.file_identity(final)
+    before = _identity(final)
 
     def unchanged(found: Path) -> None:
-        if files.file_identity(found) != before:
+        if _identity(found) != before:
             raise _came_meanwhile(final)
 
     with _published(final, None if before is None else unchanged) as made:
@@ -257,6 +255,15 @@ def _blaming(final: Path, made: Path) -> Iterator[None]:
         raise RelayrunError(words, where=final, hint="see that there is room, and that you may write there") from None
 
 
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Return what changes if a file is written or replaced; None without a file. Raises OSError."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
 class InputFiles:
     """The inputs of an output: arguments of a command, and files as they were when it began to read them."""
 
@@ -264,21 +271,22 @@ class InputFiles:
         self._arguments = arguments or {}
         self.notes: dict[str, Any] = {}
         """Values that the record holds beside."""
-        self._seen = {os.fspath(path): self._look(path) for path in paths}
+        self._seen: dict[str, tuple[int, int, int] | None] = {}
+        self.add(paths)
 
-    @staticmethod
-    def _look(path: str | os.PathLike[str]) -> tuple[int, int, int]:
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns, found.st_ino
+    def add(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Take more files, as they are before they are read; a missing one is to stay so."""
+        self._seen |= {os.fspath(path): _identity(path) for path in paths}
+
+    def add_folder(self, folder: Path) -> None:
+        """Take the files below a folder."""
+        self.add(path for path in folder.rglob("*") if path.is_file())
 
     def check(self) -> None:
         """Raise InputError that names the first file that changed or vanished since."""
         for path, before in self._seen.items():
-            try:
-                what = "changed" if self._look(path) != before else None
-            except FileNotFoundError:
-                what = "was removed"
-            if what is not None:
+            if (now := _identity(path)) != before:
+                what = "was removed" if now is None else "changed"
                 raise InputError(f"this file {what} while it was read", where=path, hint="call the command again")
 
     def write_record(self, folder: Path) -> None:
@@ -288,7 +296,7 @@ class InputFiles:
 
     def _recipe(self) -> dict[str, Any]:
         """Return the arguments, and a hash of all paths, sizes and times."""
-        known = sorted((os.path.abspath(path), *seen[:2]) for path, seen in self._seen.items())
+        known = sorted((os.path.abspath(path), *(seen or ())[:2]) for path, seen in self._seen.items())
         digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
         return {"arguments": {name: str(value) for name, value in self._arguments.items()}, "inputs": digest}
 

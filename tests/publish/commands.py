@@ -77,6 +77,8 @@ class Command:
     made: str
     reads: str
     """An input, below IN."""
+    opens: str = ""
+    """An input that it opens in Python, below IN."""
     appears: str = ""
     """The file or folder that another process puts at the output; empty: `made`."""
     over: bool = False
@@ -111,9 +113,10 @@ COMMANDS = {
         "dumps merge --input IN/two IN/one --output-prefix OUT/m",
         "m.idx",
         "one/0.bin",
+        opens="one/0.bin",
         appears="m.bin",
     ),
-    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin"),
+    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", "one/0.idx"),
     "mixture over one": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", over=True),
     "shuffle": Command(SHUFFLE, f"{SHUFFLE} --seed 1", "s", "text/0.parquet"),
     "tokenizer": Command(f"{TOKENIZER} 300", f"{TOKENIZER} 320", "t", "text/0.parquet"),
@@ -183,19 +186,22 @@ COMMANDS = {
         "export hf IN/run --output OUT/e --dtype float16",
         "e",
         "run/checkpoints/iter_0000007/common.pt",
+        "run/checkpoints/iter_0000007/common.pt",
         inputs="models",
     ),
     "export torch": Command(
-        "export torch IN/run --output OUT/e",
-        "export torch IN/run --output OUT/e --optimizer",
+        "export torch IN/megatron --output OUT/e --tokenizer IN/hf",
+        "export torch IN/megatron --output OUT/e --tokenizer IN/hf --transformer-impl local",
         "e",
-        "run/checkpoints/iter_0000007/common.pt",
+        "megatron/iter_0000007/common.pt",
+        "megatron/iter_0000007/common.pt",
         inputs="models",
     ),
     "export megatron": Command(
         "export megatron IN/run --output OUT/e",
         "export megatron IN/other --output OUT/e",
         "e",
+        "run/checkpoints/iter_0000007/common.pt",
         "run/checkpoints/iter_0000007/common.pt",
         inputs="models",
     ),
@@ -204,6 +210,7 @@ COMMANDS = {
         "import hf IN/hf --output OUT/c --dtype float16",
         "c",
         "hf/model.safetensors",
+        "hf/config.json",
         inputs="models",
     ),
     "upload": Command(
@@ -211,6 +218,7 @@ COMMANDS = {
         "upload IN/hf my-lab/my-model --public",
         "hub/my-lab/my-model/main",
         "hf/model.safetensors",
+        "hf/config.json",
         inputs="models",
         fills=True,
         hub=True,
@@ -219,6 +227,7 @@ COMMANDS = {
         "import megatron IN/megatron --output OUT/c",
         "import megatron IN/megatron --output OUT/c --weights-only",
         "c",
+        "megatron/iter_0000007/common.pt",
         "megatron/iter_0000007/common.pt",
         inputs="models",
     ),
@@ -294,7 +303,7 @@ class Place:
         """Start a command and let it stop where it has begun its output."""
         every, command = self.operations(name), COMMANDS[name]
         found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, command))
-        started = self.stopped(name, found)
+        started = self.stopped(name, stop_at=found)
         assert started is not None
         return started
 
@@ -323,10 +332,10 @@ class Place:
         temporary = {path for path in found if ".tmp-" in path or path.endswith(".lock") or command.work in path}
         return {path for path in temporary if not kept.fullmatch(path)}
 
-    def stopped(self, name: str, at: int) -> tuple[int, Path] | None:
-        """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
+    def stopped(self, name: str, **where: object) -> tuple[int, Path] | None:
+        """Start a command of fresh inputs and let it stop, as `command_server` says; None if it does not."""
         self.fresh(COMMANDS[name])
-        started = self.start(COMMANDS[name].arguments, stop_at=at)
+        started = self.start(COMMANDS[name].arguments, **where)
         stop, end = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.operations")
         wait_for(lambda: stop.exists() or end.exists())
         if stop.exists():
