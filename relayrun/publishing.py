@@ -165,7 +165,7 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
     def state() -> str:
         return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
 
-    with _blaming(final, made), output_lock(final, state):
+    with blaming_output(final, made), output_lock(final, state):
         if replaces is None:
             refuse_existing(final)
         try:
@@ -237,18 +237,21 @@ def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
 
 
 @contextlib.contextmanager
-def _blaming(final: Path, made: Path) -> Iterator[None]:
+def blaming_output(final: Path, made: Path | None = None) -> Iterator[None]:
     """Name the output, and the room that is left, in an error about a file below `made`, or about a disk that is full,
     broken or read-only."""
+
+    def below(name: str | bytes) -> bool:
+        return made is not None and Path(os.fsdecode(name)).is_relative_to(made)
+
     try:
         yield
     except RelayrunError as error:
-        if error.where is not None and Path(error.where).is_relative_to(made):
+        if error.where is not None and below(error.where):
             error.where = str(final)
         raise
     except OSError as error:
-        named = None if error.filename is None else os.fsdecode(error.filename)
-        if not (error.errno in _WRITES_FAIL if named is None else Path(named).is_relative_to(made)):
+        if not (error.errno in _WRITES_FAIL if error.filename is None else below(error.filename)):
             raise
         free = f"; {files.free_space(final.parent):,} bytes are free there" if error.errno in _NO_ROOM else ""
         words = f"cannot be written: {os.strerror(error.errno or 0)}{free}"

@@ -101,12 +101,18 @@ class Command:
     """An input that lies at the output before, under its own name."""
     hub: bool = False
     """Its output is on a hub of models, and its file operations are what it sends there."""
+    by_time: bool = False
+    """A file of the same size and time is the same to it, as in a store."""
 
 
 SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
 MIXTURE = "mixture create --folders IN/one IN/two --output OUT/mix --weights"
 EVALUATION = "-m relayrun.train.export.evaluate --run-dir=OUT/evaluated"
 TOKENIZER = "dumps tokenizer --dataset-folder IN/text --output-folder OUT/t --vocabulary-size"
+TOKENIZE = (
+    "dumps tokenize --output-folder OUT/sh --dataset IN/text --n-workers 1"
+    " --paths-file IN/meta/dumps/paths_file_1.txt --tokenizer-name-or-path"
+)
 COMMANDS = {
     "merge": Command(
         "dumps merge --input IN/one IN/two --output-prefix OUT/m",
@@ -125,6 +131,17 @@ COMMANDS = {
         "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 1",
         "meta/dumps",
         "",
+    ),
+    "tokenize": Command(
+        f"{TOKENIZE} IN/t",
+        f"{TOKENIZE} IN/t --append-eod",
+        "sh/00000_tokens.idx",
+        "text/1.parquet",
+        work="_tokens.bin.tmp",
+        keeps=r"sh(/\.lock|/logs(/.*)?|/\.progress(/.*)?|/tokenizer\.json|/0000._tokens\..*)?",
+        owned=True,
+        terminal=False,
+        by_time=True,
     ),
     "lengths": Command(
         "data lengths IN/text --picture OUT/l.svg",
@@ -361,6 +378,9 @@ def make_texts(folder: Path) -> None:
     for number in range(3):
         texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
         pq.write_table(pa.table({"text": texts}), folder / "text" / f"{number}.parquet")
+    assert relayrun([*TOKENIZER.replace("OUT", "IN").replace("IN", str(folder)).split(), "300"]) == 0
+    prepare = COMMANDS["prepare"].arguments.replace("OUT", "IN").replace("IN", str(folder)).split()
+    assert relayrun(prepare) == 0
     for name, attempts in (("run", 2), ("other", 3), ("ended", 1)):
         make_history(folder / name, lines=30, attempts=attempts)
     shutil.rmtree(folder / "ended/local")

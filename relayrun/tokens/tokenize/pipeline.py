@@ -17,6 +17,7 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
+from relayrun.publishing import blaming_output
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
@@ -97,7 +98,7 @@ def tokenize_paths_file(
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
-    with file_lock(output / ".lock", wait=False) as held:
+    with blaming_output(output), file_lock(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
         for folder_of_ours in (output, logs):
