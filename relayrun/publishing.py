@@ -142,10 +142,10 @@ def published_file(final: Path) -> Iterator[Path]:
     Raises InputError if `final` is no file or changes meanwhile, or another process makes it."""
     if os.path.exists(final) and not os.path.isfile(final):
         raise InputError("this is no file", where=final, hint="choose another output")
-    before = _identity(final)
+    before = files.file_identity(final)
 
     def unchanged(found: Path) -> None:
-        if _identity(found) != before:
+        if files.file_identity(found) != before:
             raise _came_meanwhile(final)
 
     with _published(final, None if before is None else unchanged) as made:
@@ -258,15 +258,6 @@ def blaming_output(final: Path, made: Path | None = None) -> Iterator[None]:
         raise RelayrunError(words, where=final, hint="see that there is room, and that you may write there") from None
 
 
-def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """Return what changes if a file is written or replaced; None without a file. Raises OSError."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
-
-
 class InputFiles:
     """The inputs of an output: arguments of a command, and files as they were when it began to read them."""
 
@@ -274,12 +265,12 @@ class InputFiles:
         self._arguments = arguments or {}
         self.notes: dict[str, Any] = {}
         """Values that the record holds beside."""
-        self._seen: dict[str, tuple[int, int, int] | None] = {}
+        self._seen: dict[str, files.FileIdentity | None] = {}
         self.add(paths)
 
     def add(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         """Take more files, as they are before they are read; a missing one is to stay so."""
-        self._seen |= {os.fspath(path): _identity(path) for path in paths}
+        self._seen |= {os.fspath(path): files.file_identity(path) for path in paths}
 
     def add_folder(self, folder: Path) -> None:
         """Take the files below a folder."""
@@ -288,7 +279,7 @@ class InputFiles:
     def check(self) -> None:
         """Raise InputError that names the first file that changed or vanished since."""
         for path, before in self._seen.items():
-            if (now := _identity(path)) != before:
+            if (now := files.file_identity(path)) != before:
                 what = "was removed" if now is None else "changed"
                 raise InputError(f"this file {what} while it was read", where=path, hint="call the command again")
 
