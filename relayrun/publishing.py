@@ -14,6 +14,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -24,6 +25,8 @@ from typing import Any
 
 from relayrun import files, leftovers
 from relayrun.errors import InputError, RelayrunError, command_name, on_interrupt
+
+log = logging.getLogger(__name__)
 
 MADE_RECORD = ".relayrun-made.json"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -295,12 +298,13 @@ class InputFiles:
         return {"arguments": {name: str(value) for name, value in self._arguments.items()}, "inputs": digest}
 
     def was_made(self, final: Path) -> bool:
-        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there. What a
-        command left that was killed after that is removed."""
+        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there; log it.
+        What a command left that was killed after that is removed."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = files.read_json(final / MADE_RECORD)
             sizes = files.file_sizes(final)
             if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
                 leftovers.remove_leftovers(final.parent, shared=True)
+                log.info("%s: this is done already", final)
                 return True
         return False

@@ -140,7 +140,6 @@ COMMANDS = {
         work="_tokens.bin.tmp",
         keeps=r"sh(/\.lock|/logs(/.*)?|/\.progress(/.*)?|/tokenizer\.json|/0000._tokens\..*)?",
         owned=True,
-        terminal=False,
         by_time=True,
     ),
     "lengths": Command(

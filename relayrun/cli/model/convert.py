@@ -147,10 +147,8 @@ def _inputs(options: argparse.Namespace) -> InputFiles:
 
 
 def _is_made(options: argparse.Namespace, read: InputFiles) -> bool:
-    """Return, after a line, whether this command has made the output of these files. Raises InputError if anything else
-    is there."""
+    """Return whether this command has made the output of these files. Raises InputError if something else is there."""
     if read.was_made(options.output):
-        print(f"{options.output.absolute()}: this is done already")
         return True
     refuse_existing(options.output)
     refuse_unwritable(options.output)

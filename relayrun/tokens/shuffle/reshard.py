@@ -184,7 +184,6 @@ def reshard(options: ReshardOptions) -> int:
     output = Path(os.path.realpath(options.output))
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     if (rows := rows_made(options, output)) is not None:
-        log.info("%s: this is done already", options.output)
         return rows
     plan = make_shuffle_plan(options)
     with work_folder(options.temp_dir) as work:

@@ -17,6 +17,7 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
+from relayrun.progress import Progress, clear_line, count
 from relayrun.publishing import blaming_output
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
@@ -194,7 +195,9 @@ def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: Tokenize
 
     def on_done(part: ShardTask, task: TaskRecord) -> None:
         folder.add(part.name, task)
+        clear_line()
         print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
+        count(sum(size for _, size, _ in part.inputs))
         for skipped in task.skipped:
             log.warning("left out: %s", skipped.error)
         if task.bad_lines:
@@ -202,7 +205,8 @@ def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: Tokenize
             log.warning("%s: left out: %s, the first is %s", part.name, lines, first)
 
     try:
-        run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
+        with Progress("tokenizing", sum(size for part in todo for _, size, _ in part.inputs)):
+            run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
     finally:
         folder.drop_temporary()
         shard_folder.clear_progress(folder.path)
