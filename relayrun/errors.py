@@ -260,7 +260,7 @@ _began: list[bool] = []
 
 
 class Interrupted(KeyboardInterrupt):
-    """One of `ENDING_SIGNALS` came."""
+    """One of `ENDING_SIGNALS` came: its argument is the name."""
 
 
 @contextlib.contextmanager
@@ -299,7 +299,7 @@ def _ending_signals() -> Iterator[list[int]]:
         if not came:
             came.append(number)
             _kept.clear()  # of errors that the command has survived
-            raise Interrupted
+            raise Interrupted(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)

@@ -159,8 +159,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return read_with_identity(path)[0]
 
 
-FileIdentity = tuple[int, int]
-"""Inode and time of a change in nanoseconds: they differ for a file that replaces another."""
+FileIdentity = tuple[int, int, int]
+"""Size, time of a change in nanoseconds, and inode: they differ for a file that is written or replaced."""
 
 
 def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentity]:
@@ -168,7 +168,7 @@ def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentit
     ten files of each, for which `open` takes twice as long."""
     fd, found = open_for_reading(path)
     try:
-        return read_descriptor(fd, found.st_size), (found.st_ino, found.st_mtime_ns)
+        return read_descriptor(fd, found.st_size), (found.st_size, found.st_mtime_ns, found.st_ino)
     finally:
         os.close(fd)
 
@@ -183,10 +183,13 @@ def read_descriptor(fd: int, size: int) -> bytes:
     return text
 
 
-def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Return the identity of the file that has this name now. Raises OSError."""
-    found = os.stat(path)
-    return found.st_ino, found.st_mtime_ns
+def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
+    """Return the identity of the file that has this name now, or None. Raises OSError."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def leads_out(name: str) -> bool:

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -24,6 +25,8 @@ from typing import Any
 
 from relayrun import files, leftovers
 from relayrun.errors import InputError, RelayrunError, command_name, on_interrupt
+
+log = logging.getLogger(__name__)
 
 MADE_RECORD = ".relayrun-made.json"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -142,9 +145,7 @@ def published_file(final: Path) -> Iterator[Path]:
     Raises InputError if `final` is no file or changes meanwhile, or another process makes it."""
     if os.path.exists(final) and not os.path.isfile(final):
         raise InputError("this is no file", where=final, hint="choose another output")
-    before = None
-    with contextlib.suppress(FileNotFoundError):
-        before = files.file_identity(final)
+    before = files.file_identity(final)
 
     def unchanged(found: Path) -> None:
         if files.file_identity(found) != before:
@@ -167,7 +168,7 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
     def state() -> str:
         return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
 
-    with _blaming(final, made), output_lock(final, state):
+    with blaming_output(final, made), output_lock(final, state):
         if replaces is None:
             refuse_existing(final)
         try:
@@ -239,18 +240,21 @@ def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
 
 
 @contextlib.contextmanager
-def _blaming(final: Path, made: Path) -> Iterator[None]:
+def blaming_output(final: Path, made: Path | None = None) -> Iterator[None]:
     """Name the output, and the room that is left, in an error about a file below `made`, or about a disk that is full,
     broken or read-only."""
+
+    def below(name: str | bytes) -> bool:
+        return made is not None and Path(os.fsdecode(name)).is_relative_to(made)
+
     try:
         yield
     except RelayrunError as error:
-        if error.where is not None and Path(error.where).is_relative_to(made):
+        if error.where is not None and below(error.where):
             error.where = str(final)
         raise
     except OSError as error:
-        named = None if error.filename is None else os.fsdecode(error.filename)
-        if not (error.errno in _WRITES_FAIL if named is None else Path(named).is_relative_to(made)):
+        if not (error.errno in _WRITES_FAIL if error.filename is None else below(error.filename)):
             raise
         free = f"; {files.free_space(final.parent):,} bytes are free there" if error.errno in _NO_ROOM else ""
         words = f"cannot be written: {os.strerror(error.errno or 0)}{free}"
@@ -264,21 +268,22 @@ class InputFiles:
         self._arguments = arguments or {}
         self.notes: dict[str, Any] = {}
         """Values that the record holds beside."""
-        self._seen = {os.fspath(path): self._look(path) for path in paths}
+        self._seen: dict[str, files.FileIdentity | None] = {}
+        self.add(paths)
 
-    @staticmethod
-    def _look(path: str | os.PathLike[str]) -> tuple[int, int, int]:
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns, found.st_ino
+    def add(self, paths: Iterable[str | os.PathLike[str]]) -> None:
+        """Take more files, as they are before they are read; a missing one is to stay so."""
+        self._seen |= {os.fspath(path): files.file_identity(path) for path in paths}
+
+    def add_folder(self, folder: Path) -> None:
+        """Take the files below a folder."""
+        self.add(path for path in folder.rglob("*") if path.is_file())
 
     def check(self) -> None:
         """Raise InputError that names the first file that changed or vanished since."""
         for path, before in self._seen.items():
-            try:
-                what = "changed" if self._look(path) != before else None
-            except FileNotFoundError:
-                what = "was removed"
-            if what is not None:
+            if (now := files.file_identity(path)) != before:
+                what = "was removed" if now is None else "changed"
                 raise InputError(f"this file {what} while it was read", where=path, hint="call the command again")
 
     def write_record(self, folder: Path) -> None:
@@ -288,17 +293,18 @@ class InputFiles:
 
     def _recipe(self) -> dict[str, Any]:
         """Return the arguments, and a hash of all paths, sizes and times."""
-        known = sorted((os.path.abspath(path), *seen[:2]) for path, seen in self._seen.items())
+        known = sorted((os.path.abspath(path), *(seen or ())[:2]) for path, seen in self._seen.items())
         digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
         return {"arguments": {name: str(value) for name, value in self._arguments.items()}, "inputs": digest}
 
     def was_made(self, final: Path) -> bool:
-        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there. What a
-        command left that was killed after that is removed."""
+        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there; log it.
+        What a command left that was killed after that is removed."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = files.read_json(final / MADE_RECORD)
             sizes = files.file_sizes(final)
             if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
                 leftovers.remove_leftovers(final.parent, shared=True)
+                log.info("%s: this is done already", final)
                 return True
         return False

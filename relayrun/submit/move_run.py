@@ -102,7 +102,7 @@ def move_run_directory(run: Run, target: Path) -> None:
         _move(source, target)
     except OSError as error:
         words = f"it is not moved: {error.filename or target}: {error.strerror or error}"
-        hint = "the original is whole; the same command goes on where it was"
+        hint = "nothing is removed from the original; the same command goes on where it was"
         raise RunDirError(words, where=source, hint=hint) from None
 
 

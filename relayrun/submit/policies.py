@@ -60,11 +60,11 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     if gpus and not slurm_commands.asks_for_gpus(further):
         options["gpus-per-node"] = str(gpus)
     options |= {name: value for name, value in further.items() if value != ""}
-    program = [config.cluster.rank_python, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
+    evaluate = ["-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}", "--in-job"]
     starter = scheduler_for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `job_script`
-    command = [*starter, *plan.command_prefix, *program]
+    command = [*starter, *plan.command_prefix, config.cluster.rank_python, *evaluate]
     return job_script.program_script(
         plan, "evaluation", options, environment=environment, command=command, fallback=run.path
     )

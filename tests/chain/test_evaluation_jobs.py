@@ -189,20 +189,21 @@ def test_a_job_that_the_scheduler_refuses_is_told_by_status_until_it_is_queued(p
 @pytest.mark.parametrize(
     ("claimed", "state", "words"),
     [
-        (True, "NODE_FAIL", "job 100 ended (node_fail) without a result"),
-        (False, "CANCELLED", "job 100 ended (cancelled) before it began"),
-        (True, None, "job 100 is not known to the scheduler any more without a result"),
+        ("100", "NODE_FAIL", "job 100 ended (node_fail) without a result"),
+        ("", "CANCELLED", "job 100 ended (cancelled) before it began"),
+        ("41", "CANCELLED", "job 100 ended (cancelled) before it began"),  # an evaluation by hand was killed
+        ("100", None, "job 100 is not known to the scheduler any more without a result"),
     ],
 )
 def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
-    prepared: tuple[Run, Plan], claimed: bool, state: str | None, words: str
+    prepared: tuple[Run, Plan], claimed: str, state: str | None, words: str
 ) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
     queue = Queue()
     attend(prepared, queue)
     if claimed:
-        claim = EvaluationClaim(job_id="100", node="n1", time=0.0)
+        claim = EvaluationClaim(job_id=claimed, node="n1", time=0.0)
         claim.write(evaluations.evaluation_dir(run, 4, 1).claim)
     if state is None:
         del queue.states["100"]

@@ -369,7 +369,7 @@ def test_before_the_original_is_removed_the_copy_is_said_to_be_whole(
     said = capsys.readouterr()
     assert re.search(rf"files, [\d,]+ bytes are in {target}, each read back: the copy is whole", said.out)
     assert f"the run is whole in {target}; what is left of the original cannot be removed: No space" in said.err
-    assert "the original is whole" not in said.err
+    assert "nothing is removed" not in said.err
     assert held(target) == before
     assert main(["runs", "archive", str(run.path), "--to", "archive"]) == 0
     assert f"the run is in {target}" in capsys.readouterr().out
@@ -468,5 +468,5 @@ def test_errors_say_where(run: Run, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="itself"):
         move_run.move_run_directory(run, run.path / "x")
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match="the original is whole"):
+    with pytest.raises(RunDirError, match="nothing is removed from the original"):
         move_run.move_run_directory(run, tmp_path / "file/x")

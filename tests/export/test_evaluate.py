@@ -35,6 +35,7 @@ def start(made: Imported, **environment: str) -> subprocess.Popen[str]:
         f"--run-dir={made.run.path}",
         "--iteration=7",
         "--attempt=1",
+        "--in-job",
     ]
     home = str(made.hf.parent / "home")  # caches of the libraries
     return subprocess.Popen(

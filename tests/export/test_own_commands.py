@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from relayrun import errors
 from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig
@@ -95,8 +96,8 @@ def runs(process: int) -> bool:
         return False
 
 
-def evaluated(run: Run) -> dict[str, Any]:
-    evaluate.evaluate_checkpoint(run, 7, 1)
+def evaluated(run: Run, **more: bool) -> dict[str, Any]:
+    evaluate.evaluate_checkpoint(run, 7, 1, **more)
     (line,) = read_json_lines(run.evaluations_view)
     return line
 
@@ -209,12 +210,11 @@ def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Pa
 
 
 def by_hand(run: Run) -> subprocess.Popen[str]:
-    """Start the evaluation outside a job."""
+    """Start the evaluation in an allocation of one's own."""
     command = [sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
-    outside = {name: value for name, value in os.environ.items() if "JOB_ID" not in name}
     return subprocess.Popen(
         [*command, "--iteration=7", "--attempt=1"],
-        env=outside | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "41"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -274,7 +274,6 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path, n
         "ready.with_suffix('.new').rename(ready)\n"
         "time.sleep(600)\n"
     )
-    signal.signal(number, evaluate._leave_on_signal)
     parent, ready = os.getpid(), evaluations.evaluation_dir(run, 7, 1).path / "scores.json.pid"
     watcher = os.fork()
     if watcher == 0:
@@ -283,7 +282,8 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path, n
         finally:  # the parent waits for it
             os.kill(parent, number)
             os._exit(0)
-    line = evaluated(run)
+    with errors._ending_signals():
+        line = evaluated(run, in_job=True)
     wait_for(lambda: os.waitpid(watcher, os.WNOHANG)[0])
     assert (line["status"], line["error"].partition(":")[0]) == ("failed", number.name)
     child = int(ready.read_text())

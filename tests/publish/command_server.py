@@ -5,8 +5,9 @@ number, `{"wait": number}` answers its exit code. The clock of a command stands 
 its own.
 
 `stop_at`: number of a file operation below `below`: there the command makes the file `OUTPUT.stopped` and waits until
-it is gone. `limit`: most bytes of a file. `fails`: an error, and the number of changes below `below` after which all
-fail with it. `terminal`: as if a person saw what it says. All operations stand in `OUTPUT.operations` at the end.
+it is gone. `stop_behind`: a file that is read; it stops where the next one is opened. `limit`: most bytes of a file.
+`fails`: an error, and the number of changes below `below` after which all fail with it. `terminal`: as if a person saw
+what it says. All operations stand in `OUTPUT.operations` at the end.
 """
 
 from __future__ import annotations
@@ -51,16 +52,24 @@ def _run(request: dict[str, Any]) -> int:
     os.close(output)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["relayrun", *request["argv"]]
-    done = False
+    done = read = False
+    behind = request.get("stop_behind")
     operations: list[str] = []
     stopped = Path(request["output"] + ".stopped")
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal done
-        if done or not _changes(event, arguments, request["below"]):
+        nonlocal done, read, behind
+        if done:
             return
-        operations.append(f"{event} {arguments[0]}")
-        if len(operations) == request.get("stop_at"):
+        stops = read and event == "open"
+        if stops:
+            read, behind = False, None
+        elif behind is not None and event == "open":
+            read = _lies_in(arguments[0], behind)
+        if _changes(event, arguments, request["below"]):
+            operations.append(f"{event} {arguments[0]}")
+            stops = stops or len(operations) == request.get("stop_at")
+        if stops:
             done = True
             stopped.touch()
             wait_for(lambda: not stopped.exists(), step=0.002, words=f"nobody removed {stopped}")

@@ -77,6 +77,8 @@ class Command:
     made: str
     reads: str
     """An input, below IN."""
+    opens: str = ""
+    """An input that it opens in Python, below IN."""
     appears: str = ""
     """The file or folder that another process puts at the output; empty: `made`."""
     over: bool = False
@@ -99,21 +101,28 @@ class Command:
     """An input that lies at the output before, under its own name."""
     hub: bool = False
     """Its output is on a hub of models, and its file operations are what it sends there."""
+    by_time: bool = False
+    """A file of the same size and time is the same to it, as in a store."""
 
 
 SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
 MIXTURE = "mixture create --folders IN/one IN/two --output OUT/mix --weights"
 EVALUATION = "-m relayrun.train.export.evaluate --run-dir=OUT/evaluated"
 TOKENIZER = "dumps tokenizer --dataset-folder IN/text --output-folder OUT/t --vocabulary-size"
+TOKENIZE = (
+    "dumps tokenize --output-folder OUT/sh --dataset IN/text --n-workers 1"
+    " --paths-file IN/meta/dumps/paths_file_1.txt --tokenizer-name-or-path"
+)
 COMMANDS = {
     "merge": Command(
         "dumps merge --input IN/one IN/two --output-prefix OUT/m",
         "dumps merge --input IN/two IN/one --output-prefix OUT/m",
         "m.idx",
         "one/0.bin",
+        opens="one/0.bin",
         appears="m.bin",
     ),
-    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin"),
+    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", "one/0.idx"),
     "mixture over one": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", over=True),
     "shuffle": Command(SHUFFLE, f"{SHUFFLE} --seed 1", "s", "text/0.parquet"),
     "tokenizer": Command(f"{TOKENIZER} 300", f"{TOKENIZER} 320", "t", "text/0.parquet"),
@@ -122,6 +131,16 @@ COMMANDS = {
         "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 1",
         "meta/dumps",
         "",
+    ),
+    "tokenize": Command(
+        f"{TOKENIZE} IN/t",
+        f"{TOKENIZE} IN/t --append-eod",
+        "sh/00000_tokens.idx",
+        "text/1.parquet",
+        work="_tokens.bin.tmp",
+        keeps=r"sh(/\.lock|/logs(/.*)?|/\.progress(/.*)?|/tokenizer\.json|/0000._tokens\..*)?",
+        owned=True,
+        by_time=True,
     ),
     "lengths": Command(
         "data lengths IN/text --picture OUT/l.svg",
@@ -183,19 +202,22 @@ COMMANDS = {
         "export hf IN/run --output OUT/e --dtype float16",
         "e",
         "run/checkpoints/iter_0000007/common.pt",
+        "run/checkpoints/iter_0000007/common.pt",
         inputs="models",
     ),
     "export torch": Command(
-        "export torch IN/run --output OUT/e",
-        "export torch IN/run --output OUT/e --optimizer",
+        "export torch IN/megatron --output OUT/e --tokenizer IN/hf",
+        "export torch IN/megatron --output OUT/e --tokenizer IN/hf --transformer-impl local",
         "e",
-        "run/checkpoints/iter_0000007/common.pt",
+        "megatron/iter_0000007/common.pt",
+        "megatron/iter_0000007/common.pt",
         inputs="models",
     ),
     "export megatron": Command(
         "export megatron IN/run --output OUT/e",
         "export megatron IN/other --output OUT/e",
         "e",
+        "run/checkpoints/iter_0000007/common.pt",
         "run/checkpoints/iter_0000007/common.pt",
         inputs="models",
     ),
@@ -204,13 +226,15 @@ COMMANDS = {
         "import hf IN/hf --output OUT/c --dtype float16",
         "c",
         "hf/model.safetensors",
+        "hf/config.json",
         inputs="models",
     ),
     "upload": Command(
         "upload IN/hf my-lab/my-model",
         "upload IN/hf my-lab/my-model --public",
         "hub/my-lab/my-model/main",
-        "",
+        "hf/model.safetensors",
+        "hf/config.json",
         inputs="models",
         fills=True,
         hub=True,
@@ -219,6 +243,7 @@ COMMANDS = {
         "import megatron IN/megatron --output OUT/c",
         "import megatron IN/megatron --output OUT/c --weights-only",
         "c",
+        "megatron/iter_0000007/common.pt",
         "megatron/iter_0000007/common.pt",
         inputs="models",
     ),
@@ -292,15 +317,16 @@ class Place:
 
     def stopped_in_work(self, name: str) -> tuple[int, Path]:
         """Start a command and let it stop where it has begun its output."""
-        every, work = self.operations(name), COMMANDS[name].work
-        found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, work))
-        started = self.stopped(name, found)
+        every, command = self.operations(name), COMMANDS[name]
+        found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, command))
+        started = self.stopped(name, stop_at=found)
         assert started is not None
         return started
 
-    def _begins_output(self, operation: str, work: str) -> bool:
+    def _begins_output(self, operation: str, command: Command) -> bool:
         event, _, path = operation.partition(" ")
-        return event in ("os.mkdir", "open") and work in path and "-work-" not in path
+        made = event in ("os.mkdir", "open") and command.work in path and "-work-" not in path
+        return made or (command.hub and event == "tests.network")
 
     def tree(self, top: Path | None = None) -> dict[str, str]:
         """Return name and content of everything below the outputs."""
@@ -322,10 +348,10 @@ class Place:
         temporary = {path for path in found if ".tmp-" in path or path.endswith(".lock") or command.work in path}
         return {path for path in temporary if not kept.fullmatch(path)}
 
-    def stopped(self, name: str, at: int) -> tuple[int, Path] | None:
-        """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
+    def stopped(self, name: str, **where: object) -> tuple[int, Path] | None:
+        """Start a command of fresh inputs and let it stop, as `command_server` says; None if it does not."""
         self.fresh(COMMANDS[name])
-        started = self.start(COMMANDS[name].arguments, stop_at=at)
+        started = self.start(COMMANDS[name].arguments, **where)
         stop, end = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.operations")
         wait_for(lambda: stop.exists() or end.exists())
         if stop.exists():
@@ -351,6 +377,9 @@ def make_texts(folder: Path) -> None:
     for number in range(3):
         texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
         pq.write_table(pa.table({"text": texts}), folder / "text" / f"{number}.parquet")
+    assert relayrun([*TOKENIZER.replace("OUT", "IN").replace("IN", str(folder)).split(), "300"]) == 0
+    prepare = COMMANDS["prepare"].arguments.replace("OUT", "IN").replace("IN", str(folder)).split()
+    assert relayrun(prepare) == 0
     for name, attempts in (("run", 2), ("other", 3), ("ended", 1)):
         make_history(folder / name, lines=30, attempts=attempts)
     shutil.rmtree(folder / "ended/local")

@@ -75,7 +75,7 @@ def again(place: Place, name: str) -> None:
 def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
     """Send a signal at a file operation."""
     expected = place.expected(name)
-    if (started := place.stopped(name, at)) is None:
+    if (started := place.stopped(name, stop_at=at)) is None:
         return
     before = place.tree()
     os.kill(started[0], number)
@@ -173,22 +173,36 @@ def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str
     place.expected(name)
     command = COMMANDS[name]
     started = place.stopped_in_work(name)
-    before, path = place.tree(), place.inputs / command.reads
+    path = place.inputs / command.reads
     if how == "changed":
         os.utime(path, (1, 1))
     elif how == "removed":
         path.unlink()
     else:
-        shutil.copy2(path, place.inputs / "copy")
+        (shutil.copy if command.by_time else shutil.copy2)(path, place.inputs / "copy")
         os.replace(place.inputs / "copy", path)
     place.go(started)
     code, words = place.end(started)
     assert code == 1, words
     assert command.reads in words
     assert "Traceback" not in words
-    assert command.over or not os.path.lexists(place.out / command.made)
+    assert command.over or command.made not in place.tree()
     assert not [path for path in place.tree() if ".tmp-" in path]
-    assert before is not None
+
+
+@each_command(lambda command: command.opens)
+def test_an_input_that_changes_once_it_is_read_is_named(place: Place, name: str) -> None:
+    """Its first bytes would be of another file than those that are read later."""
+    place.expected(name)
+    path = place.inputs / COMMANDS[name].opens
+    started = place.stopped(name, stop_behind=str(path))
+    assert started is not None
+    os.utime(path, (1, 1))
+    place.go(started)
+    code, words = place.end(started)
+    assert code == 1, words
+    assert f"{path}: this file changed while it was read" in words
+    assert COMMANDS[name].made not in place.tree()
 
 
 @each_command(lambda command: command.inside and not command.fills)

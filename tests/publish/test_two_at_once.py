@@ -10,7 +10,7 @@ import pytest
 
 from relayrun import cli
 from tests.megatron_lm.stand_in import stand_in
-from tests.publish.commands import COMMANDS, TOKENIZER, Command, Place, serve
+from tests.publish.commands import COMMANDS, Command, Place, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOKS = "it only looks, or writes its own cache"
@@ -71,8 +71,6 @@ HERE = {
     "init": "init OUT/p --cluster local",
     "adopt": "adopt IN/launcher.sh --checkout IN/megatron --output OUT/adopted.yaml",
     "dumps example": "dumps example --output-folder OUT/x --megabytes 4",
-    "dumps tokenize": "dumps tokenize --output-folder OUT/sh --dataset IN/text --n-workers 1"
-    " --paths-file IN/meta/dumps/paths_file_0.txt --tokenizer-name-or-path IN/t",
 }
 """Commands that this file runs, by their names."""
 LAUNCHER = """#!/bin/bash
@@ -114,12 +112,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         original = found.folder / "original"
         (original / "launcher.sh").write_text(LAUNCHER)
         stand_in(original / "megatron")
-        found.fresh(NOTHING)
-        for command in (f"{TOKENIZER} 300", COMMANDS["prepare"].arguments):
-            code, words = found.run(command.replace("OUT/", "IN/"))
-            assert code == 0, words
-        for name in ("t", "meta"):
-            (found.inputs / name).rename(original / name)
         yield found
 
 

@@ -84,12 +84,13 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
     module, srun = done.stdout.split("/it's here\n")[1:]
     assert module == "[module]\n[load]\n[a module]\n"
     assert "[--cpus-per-task=7]" in srun.splitlines()  # srun does not take it over from sbatch
-    assert srun.splitlines()[-7:] == [
+    assert srun.splitlines()[-8:] == [
         "[--environment=x y]",
         "[/env/bin/python]",
         "[-m]",
         "[relayrun.train.export.evaluate]",
         f"[--run-dir={run.path}]",
+        "[--in-job]",
         "[--iteration=20]",
         "[--attempt=1]",
     ]

@@ -113,6 +113,22 @@ def test_the_bytes_depend_on_the_seed_alone_and_the_order_is_that_of_the_keys(
         assert rows(one) == in_order(data, 1, mask)
 
 
+def test_a_file_that_changes_once_its_rows_are_counted_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect = module.inspect_files
+
+    def inspected(*arguments: Any) -> Any:
+        found = inspect(*arguments)
+        os.utime(data / "1.parquet", (1, 1))
+        return found
+
+    monkeypatch.setattr(module, "inspect_files", inspected)
+    with pytest.raises(RelayrunError, match=r"1\.parquet: this file changed while it was read"):
+        reshard(data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_another_seed_gives_other_bytes(data: Path, tmp_path: Path) -> None:
     reshard(data, tmp_path / "one", seed=1)

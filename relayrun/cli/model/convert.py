@@ -67,11 +67,12 @@ def export_hf(options: argparse.Namespace) -> int:
         hub = upload.HubRepository.from_environment(options.push_to)
     elif options.public:
         raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
-    source = _checked_source(options)
+    read = _inputs(options)
+    source = _checked_source(options, read)
     source = source if options.original is None else replace(source, original=options.original)
     if hub is not None:
         hub.check()
-    if (read := _new_output(options, source.folder)) is not None:
+    if not _is_made(options, read):
         print("\n".join(_write_hf(options, source, read, limit)))
     if hub is not None:
         print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
@@ -100,8 +101,9 @@ def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: Input
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
-    source = _checked_source(options)
-    if (read := _new_output(options, source.folder)) is None:
+    read = _inputs(options)
+    source = _checked_source(options, read)
+    if _is_made(options, read):
         return 0
     from relayrun.train.export import megatron  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
@@ -120,10 +122,11 @@ def export_torch(options: argparse.Namespace) -> int:
 
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
+    read = _inputs(options)
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
-    if (read := _new_output(options, source.folder)) is None:
+    read.add_folder(source.folder)
+    if _is_made(options, read):
         return 0
     from relayrun.train.export import megatron  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
@@ -137,29 +140,30 @@ def export_megatron(options: argparse.Namespace) -> int:
     return 0
 
 
-def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
-    """Return the files of a checkpoint that is read; None, after a line, if this command has made the output of them.
-    Raises InputError if anything else is there."""
+def _inputs(options: argparse.Namespace) -> InputFiles:
+    """Return the options for the record of an output, which may be written. Raises InputError."""
     check_outputs({"--output": options.output})
-    chosen = {name: value for name, value in vars(options).items() if name not in ("run", "output")}
-    read = InputFiles((path for path in folder.rglob("*") if path.is_file()), chosen)
+    return InputFiles((), {name: value for name, value in vars(options).items() if name not in ("run", "output")})
+
+
+def _is_made(options: argparse.Namespace, read: InputFiles) -> bool:
+    """Return whether this command has made the output of these files. Raises InputError if something else is there."""
     if read.was_made(options.output):
-        print(f"{options.output.absolute()}: this is done already")
-        return None
+        return True
     refuse_existing(options.output)
     refuse_unwritable(options.output)
-    return read
+    return False
 
 
-def _checked_source(options: argparse.Namespace) -> CheckpointSource:
-    """The checkpoint, after run, iteration and tokenizer were checked. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
+def _checked_source(options: argparse.Namespace, read: InputFiles) -> CheckpointSource:
+    """The checkpoint, which joins `read`, after run, iteration and tokenizer were checked. Raises RelayrunError."""
     folder = Path(options.name).expanduser()
-    if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
+    if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration, read)) is not None:
         return megatron_settings.megatron_source(found, options.tokenizer)
     if options.tokenizer is not None:
         raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
     source = find_checkpoint(find_run(options.name), options.iteration)
+    read.add_folder(source.folder)
     if not source.config.data.mock_data:
         _ = source.tokenizer
     return source
@@ -206,7 +210,9 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    if (read := _new_output(options, options.folder)) is None:
+    read = _inputs(options)
+    read.add_folder(options.folder)
+    if _is_made(options, read):
         return 0
     if not (options.folder / "config.json").is_file():
         hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
@@ -233,14 +239,14 @@ def import_hf(options: argparse.Namespace) -> int:
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": options.output})
+    read = _inputs(options)
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
-    found = megatron_folder.find_megatron_checkpoint(folder, iteration)
+    found = megatron_folder.find_megatron_checkpoint(folder, iteration, read)
     if found is None:
         hint = did_you_mean_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
         raise InputError("this is no checkpoint folder of Megatron-LM (torch_dist)", where=folder, hint=hint)
-    if (read := _new_output(options, found.folder)) is None:
+    if _is_made(options, read):
         return 0
     from relayrun.train.export import megatron  # torch: seconds
 

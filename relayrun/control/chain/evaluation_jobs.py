@@ -1,7 +1,7 @@
 """Evaluation jobs: one job for each due checkpoint, beside the chain and never in its way.
 
 The process that makes the checkpoint's folder submits; if it is killed before it records the job, the next one looks
-for the job by name. If two jobs exist all the same, the second finds the claim of the first and ends.
+for the job by name. If two jobs exist all the same, the second finds the first at work, or its result, and ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import (
+    EvaluationClaim,
     EvaluationDir,
     EvaluationPolicy,
     EvaluationResult,
@@ -74,7 +75,8 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
     job = scheduler.query(known.job_id)
     if (job is not None and job.live) or folder.result.exists():
         return
-    began = folder.claim.exists()
+    claim = EvaluationClaim.read(folder.claim)
+    began = claim is not None and claim.job_id == known.job_id
     how = "is not known to the scheduler any more" if job is None else f"ended ({job.state.lower()})"
     error = f"job {known.job_id} {how} {'without a result' if began else 'before it began'}"
     result = EvaluationResult(

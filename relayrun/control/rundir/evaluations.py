@@ -5,7 +5,7 @@ evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: mad
     not_queued.json                why it has no job yet, by the supervisor
     submitted.json                 its job, by the supervisor
     .result.json.lock              names the process that evaluates the checkpoint, any other one is refused meanwhile
-    claim.json                     the job that began last
+    claim.json                     the process that began last
     exported                       the checkpoint is not needed any more
     model/                         the exported folder, as long as it is needed or kept
     scores.json                    the output of the user's command (`evaluation.command`)
@@ -74,10 +74,10 @@ class UnqueuedEvaluation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationClaim(Record):
-    """`claim.json`: the job that began to evaluate the checkpoint last; it may have died."""
+    """`claim.json`: the process that began to evaluate the checkpoint last; it may have died."""
 
     job_id: str | None
-    """None for an evaluation by hand."""
+    """The allocation of an evaluation by hand, or None."""
     node: str
     time: float
 

@@ -243,21 +243,17 @@ class Script(BashBuiltins):
 
     def _case(self, node: Node) -> bool | None:
         value = self.without_unset(self.text(node.words[0]))
+        if any(end.text[-1:] == "&" for end in node.words[1:]):
+            raise UnreadableBash(node.at, "a clause of case that falls through is not read")
         if MARK.search(value):
-            if any(end.text[-1:] == "&" for end in node.words):
-                raise UnreadableBash(node.at, "a clause of case falls through, and only a job knows where")
             return self._cases(node, 0)
-        status: bool | None = True
-        end = ";;"
-        for patterns, part, word in zip(node.patterns, node.parts, node.words[1:], strict=True):
+        for patterns, part in zip(node.patterns, node.parts, strict=True):
             found = [self.pattern(each) for each in patterns]
             if None in found:
                 raise UnreadableBash(node.at, "a pattern of case is not known here")
-            if end == ";&" or any(matches(value, each or "") for each in found):
-                status, end = self._run(part), word.text
-                if end not in (";&", ";;&"):
-                    break
-        return status
+            if any(matches(value, each or "") for each in found):
+                return self._run(part)
+        return True
 
     def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):

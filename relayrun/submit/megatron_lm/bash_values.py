@@ -298,7 +298,7 @@ class BashValues:
             raise UnreadableBash(at, "arithmetic in brackets is not read: write $(( ))")
         elif raw.startswith("${", i):
             self._parameter(raw[i + 2 : behind - 1], fields, at, quoted=quoted)
-        elif raw.startswith("$'", i) and not quoted:
+        elif re.fullmatch(r"\$'(?:[^'\\]|\\.)*'", raw[i:behind], re.S) and not quoted:
             fields.add(ask_bash(f"printf %s {raw[i:behind]}") or "", quoted=True)
         elif (name := re.compile(r"[A-Za-z_]\w*|[\d@*#?$!_-]").match(raw, i + 1)) is not None:
             self._parameter(name[0], fields, at, quoted=quoted)

@@ -164,11 +164,11 @@ def create_mixture(
             if not replace_used:
                 raise InputError(words, where=output, hint="choose another output; if it is meant, --replace")
             log.warning("replaced, as --replace says: %s", words)
-    datasets = _read_datasets(folders, shares, seed, report)
-    pairs = [pair for dataset in datasets for pair in zip(dataset.shards, dataset.bin_paths, strict=True)]
-    read = InputFiles(path for shard, real in pairs for path in (real, shard.prefix + ".idx"))
+    read = InputFiles(())
+    datasets = _read_datasets(folders, shares, seed, read, report)
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
-    if (doubled := doubled_texts([shard.prefix for shard, _ in pairs], refuse=True)) is not None:
+    prefixes = [shard.prefix for dataset in datasets for shard in dataset.shards]
+    if (doubled := doubled_texts(prefixes, refuse=True)) is not None:
         log.warning("%s", doubled)
     targets = shard_selection.tokens_per_dataset(
         [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
@@ -260,7 +260,7 @@ def _check_former_mixture(final: Path, output: Path) -> None:
 
 
 def _read_datasets(
-    folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
+    folders: Sequence[Path], shares: Sequence[float], seed: int, read: InputFiles, report: Callable[[str], None]
 ) -> list[MixtureDataset]:
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
@@ -272,6 +272,7 @@ def _read_datasets(
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
         prefixes = find_prefixes([root])
         report(f"reading the sizes of {len(prefixes):,} shards below {root}")
+        read.add(prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx"))
         start = len(os.path.join(root, ""))
         relative = [prefix[start:] for prefix in prefixes]
         parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]

@@ -48,7 +48,7 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
         leftovers.remove_leftovers(Path(target).parent, shared=True)
         log.info("%s: this is done already", target)
         return done
-    read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
+    read = publishing.InputFiles(_paths(names))
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
     with publishing.output_lock(Path(target)):
         _refuse_existing(target, names)  # again: another merge may have ended since

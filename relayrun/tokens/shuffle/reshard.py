@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -129,6 +129,7 @@ class ShufflePlan:
 
     options: ReshardOptions
     files: tuple[RowFile, ...]
+    read: InputFiles
     parts: tuple[tuple[int, int], ...]
     buckets: int
 
@@ -183,12 +184,10 @@ def reshard(options: ReshardOptions) -> int:
     output = Path(os.path.realpath(options.output))
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     if (rows := rows_made(options, output)) is not None:
-        log.info("%s: this is done already", options.output)
         return rows
     plan = make_shuffle_plan(options)
-    read = input_files(options, (file.path for file in plan.files))
     with work_folder(options.temp_dir) as work:
-        with published_folder(options.output, read=read) as building:
+        with published_folder(options.output, read=plan.read) as building:
             with Progress("reading", sum(file.size for file in plan.files)):
                 scatter_parts(plan, work)
             buckets = open_buckets(plan, work)
@@ -196,25 +195,25 @@ def reshard(options: ReshardOptions) -> int:
                 of_a_file = write_first_file(plan, buckets, building, work)
                 files = count_files(buckets, of_a_file)
                 write_files(plan, buckets, range(1, files), of_a_file, building, work)
-            read.notes["lengths"] = picture_points(buckets, files, work)
+            plan.read.notes["lengths"] = picture_points(buckets, files, work)
         draw_picture(output)
     return int(buckets.counts.sum())
 
 
-def input_files(options: ReshardOptions, paths: Iterable[str]) -> InputFiles:
-    """Return everything that the rows of the output depend on."""
+def data_files(options: ReshardOptions) -> tuple[list[tuple[str, int]], InputFiles]:
+    """Return path and size of each file of the dataset, and everything that the rows of the output depend on."""
+    root = urls.absolute_path(options.dataset_folder)
+    found = [(urls.join_path(root, file.path), file.size) for file in find_data_files(root)]
     chosen = {name: value for name, value in asdict(options).items() if name not in LOCAL_SETTINGS}
-    chosen["dataset_folder"] = urls.absolute_path(options.dataset_folder)
-    return InputFiles((path for path in paths if not urls.is_url(path)), {"command": "dumps shuffle"} | chosen)
+    chosen |= {"command": "dumps shuffle", "dataset_folder": root}
+    return found, InputFiles((path for path, _ in found if not urls.is_url(path)), chosen)
 
 
 def rows_made(options: ReshardOptions, output: Path) -> int | None:
     """Return the rows of an output that this command has made from these files before, and draw its picture if a kill
     left it without; None for any other."""
-    root = urls.absolute_path(options.dataset_folder)
-    if urls.is_url(root) or not (output / MADE_RECORD).exists():
-        return None
-    if not input_files(options, (urls.join_path(root, file.path) for file in find_data_files(root))).was_made(output):
+    known = not urls.is_url(urls.absolute_path(options.dataset_folder)) and (output / MADE_RECORD).exists()
+    if not known or not data_files(options)[1].was_made(output):
         return None
     draw_picture(output)
     return sum(int(pq.read_metadata(path).num_rows) for path in output.glob("data_*.parquet"))
@@ -257,16 +256,16 @@ def make_shuffle_plan(options: ReshardOptions) -> ShufflePlan:
     folder = urls.absolute_path(options.dataset_folder)
     if not urls.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
-    found = find_data_files(folder)
+    found, read = data_files(options)
     if not found:
         raise InputError(f"no file below this folder ends in {data_endings()}", where=folder)
-    files = inspect_files([(urls.join_path(folder, file.path), file.size) for file in found], options.column)
+    files = inspect_files(found, options.column)
     if cut is not None:
         files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]
         if options.column not in files[0].schema.names:
             raise InputError(f"the text {options.column!r} lies in a column of structs", where="--split-rows")
     size = sum(file.size for file in files)
-    plan = ShufflePlan(options=options, files=tuple(files), parts=_parts(files, options.threads), buckets=1)
+    plan = ShufflePlan(options=options, files=tuple(files), read=read, parts=_parts(files, options.threads), buckets=1)
     plan.readers()
     rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
     writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)

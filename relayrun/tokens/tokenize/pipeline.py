@@ -17,7 +17,8 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
-from relayrun.progress import Progress, clear_line
+from relayrun.progress import Progress, clear_line, count
+from relayrun.publishing import blaming_output
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
@@ -98,7 +99,7 @@ def tokenize_paths_file(
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
-    with file_lock(output / ".lock", wait=False) as held:
+    with blaming_output(output), file_lock(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
         for folder_of_ours in (output, logs):
@@ -191,23 +192,19 @@ def _begin_tasks(
 
 
 def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: TokenizeContext, workers: int) -> None:
-    read, whole = 0, sum(file[1] for part in todo for file in part.inputs)
-
     def on_done(part: ShardTask, task: TaskRecord) -> None:
-        nonlocal read
-        read += sum(file[1] for file in part.inputs)
         folder.add(part.name, task)
         clear_line()
         print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
+        count(sum(size for _, size, _ in part.inputs))
         for skipped in task.skipped:
             log.warning("left out: %s", skipped.error)
         if task.bad_lines:
             lines, first = describe_bad_lines(task.bad_lines), task.bad_line_examples[0]
             log.warning("%s: left out: %s, the first is %s", part.name, lines, first)
-        progress.follow(lambda: read)
 
     try:
-        with Progress("tokenizing", whole) as progress:
+        with Progress("tokenizing", sum(size for part in todo for _, size, _ in part.inputs)):
             run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
     finally:
         folder.drop_temporary()

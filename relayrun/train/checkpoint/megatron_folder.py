@@ -20,6 +20,7 @@ from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.control.trainers.pickle_records import CorruptPickle, is_record
 from relayrun.control.trainers.torch_files import read_bounded, read_torch_file
 from relayrun.errors import InputError
+from relayrun.publishing import InputFiles
 
 _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -115,11 +116,14 @@ def as_checkpoint(found: Any, folder: Path) -> MegatronCheckpoint | None:
     return MegatronCheckpoint(folder=folder, common=found)
 
 
-def find_megatron_checkpoint(path: Path, iteration: int | None = None) -> MegatronCheckpoint | None:
+def find_megatron_checkpoint(
+    path: Path, iteration: int | None = None, read: InputFiles | None = None
+) -> MegatronCheckpoint | None:
     """Return the checkpoint of an iteration in a folder of Megatron-LM, or the one in this folder itself.
 
-    `iteration`: None for the one that the tracker file names. Returns None if this is not a folder of Megatron-LM.
-    Raises InputError if it lacks that checkpoint or the checkpoint is incomplete.
+    `iteration`: None for the one that the tracker file names. `read`: the checkpoint's files are added to it. Returns
+    None if this is not a folder of Megatron-LM. Raises InputError if it lacks that checkpoint or the checkpoint is
+    incomplete.
     """
     if (path / "metadata.json").is_file():
         folder = path
@@ -127,6 +131,8 @@ def find_megatron_checkpoint(path: Path, iteration: int | None = None) -> Megatr
         folder = path / _chosen(path, iteration)
     else:
         return None
+    if read is not None:
+        read.add_folder(folder)
     try:
         found = as_checkpoint(read_torch_file(read_bounded(folder / _COMMON)), folder)
     except CorruptPickle:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from relayrun.config.compose import resolve
@@ -36,7 +35,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.control.trainers.tools import wandb_mode
-from relayrun.errors import ENDING_SIGNALS, InputError, RelayrunError, run_command
+from relayrun.errors import ENDING_SIGNALS, InputError, Interrupted, RelayrunError, run_command
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import output_lock
 from relayrun.train.reporting.wandb_runs import send_evaluations
@@ -151,19 +150,15 @@ def _filled(words: Sequence[str], names: Mapping[str, str]) -> list[str]:
 log = logging.getLogger(__name__)
 
 
-class EndedByScheduler(BaseException):
-    """The scheduler ends this job."""
-
-
-def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationResult:
-    """Evaluate one checkpoint, unless it has a result; record the result and return it. Raises InputError if another
-    process evaluates the checkpoint."""
+def evaluate_checkpoint(run: Run, iteration: int, attempt: int, *, in_job: bool = False) -> EvaluationResult:
+    """Evaluate one checkpoint, unless it has a result; record the result and return it. `in_job`: the end of the job is
+    a result, too. Raises InputError if another process evaluates the checkpoint."""
     folder = evaluations.evaluation_dir(run, iteration, attempt)
     with output_lock(folder.result, lambda: "no result is on record; the same command goes on"):
         remove_leftovers(run.path)
         result = EvaluationResult.read(folder.result)
         if result is None:
-            result = _evaluated(run, folder)
+            result = _evaluated(run, folder, in_job=in_job)
             result.write(folder.result)
         evaluations.write_evaluations_view(run)
         if result.model is None:
@@ -175,12 +170,13 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
     return result
 
 
-def _evaluated(run: Run, folder: EvaluationDir) -> EvaluationResult:
-    """Evaluate one checkpoint; an error or the end of the job is a result, too."""
+def _evaluated(run: Run, folder: EvaluationDir, *, in_job: bool) -> EvaluationResult:
+    """Evaluate one checkpoint; an error is a result, too."""
     started = time.time()
-    claim = EvaluationClaim(job_id=_job_id(), node=socket.gethostname(), time=started)
+    job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
+    claim = EvaluationClaim(job_id=job_id, node=socket.gethostname(), time=started)
     claim.write(folder.claim)
-    about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": claim.job_id}
+    about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": job_id}
     keep = False
     try:
         due = {(number, commit.iteration): commit for number, commit in evaluations.due_checkpoints(run)}
@@ -194,19 +190,17 @@ def _evaluated(run: Run, folder: EvaluationDir) -> EvaluationResult:
         keep = settings.keep_exported
         found, said = _scored(run, config, settings, folder, Path(commit.path))
         about |= {"status": "done", "results": found, "settings": said}
-    except (Exception, EndedByScheduler) as error:
-        text = (
-            str(error) if isinstance(error, (RelayrunError, EndedByScheduler)) else f"{type(error).__name__}: {error}"
-        )
+    except (Exception, Interrupted) as error:
+        if isinstance(error, Interrupted) and not in_job:  # by a person, perhaps in another allocation
+            raise
+        text = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, Interrupted):
+            text = f"{error}: the time limit was reached, or the job was cancelled"
         about |= {"status": "failed", "error": text}
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the rest takes no time
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
     return EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
-
-
-def _job_id() -> str | None:
-    return os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
 
 
 def _scored(
@@ -249,10 +243,6 @@ def report_to_wandb(run: Run) -> None:
         log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
 
 
-def _leave_on_signal(number: int, _frame: FrameType | None) -> None:
-    raise EndedByScheduler(f"{signal.Signals(number).name}: the time limit was reached, or the job was cancelled")
-
-
 def print_result(result: EvaluationResult) -> int:
     """Print the result of an evaluation; return the exit code."""
     if result.status == "failed":
@@ -271,11 +261,10 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True, help="that committed it")
+    parser.add_argument("--in-job", action="store_true", help="the run's own: its end is a result")
     options = parser.parse_args()
-    if _job_id() is not None:  # the end of a job is a result; what a person interrupts goes on later
-        for number in ENDING_SIGNALS:
-            signal.signal(number, _leave_on_signal)
-    return print_result(evaluate_checkpoint(Run(options.run_dir.absolute()), options.iteration, options.attempt))
+    run = Run(options.run_dir.absolute())
+    return print_result(evaluate_checkpoint(run, options.iteration, options.attempt, in_job=options.in_job))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from relayrun.errors import ConfigError, InputError, on_interrupt
 from relayrun.masking import is_secret_name, mask_tokens
+from relayrun.publishing import InputFiles
 from relayrun.terminal import raw_stream
 
 if TYPE_CHECKING:
@@ -77,22 +78,26 @@ class HubRepository:
 def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
     """Upload a folder of transformers in one commit; return a report. A missing repository is created, private unless
     `public`, and so is the branch `revision`. Raises InputError if this is no such folder, if a file looks like a
-    secret, or if the hub refuses or fails."""
+    secret or changes before the commit, or if the hub refuses or fails."""
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     files = list(_files(folder))
+    read = InputFiles(folder / name for name in files)
     size = sum((folder / name).stat().st_size for name in files)
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _one_error(hub), redirect_stderr(raw_stream(sys.stderr)):  # bars move the cursor
+    with _one_error(hub, read), redirect_stderr(raw_stream(sys.stderr)):  # bars move the cursor
         api = hub.api()
         api.create_repo(hub.repository, private=not public, exist_ok=True)
         if revision is not None:
             api.create_branch(hub.repository, branch=revision, exist_ok=True)
+        changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
+        api.preupload_lfs_files(hub.repository, changes, revision=revision)
+        read.check()
         made = api.create_commit(
             hub.repository,
-            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files],
+            changes,
             commit_message=f"Upload {folder.absolute().name} with relayrun",
             revision=revision,
         )
@@ -117,11 +122,13 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _one_error(hub: HubRepository) -> Iterator[None]:
-    """Turn any error of huggingface_hub into InputError, without the token."""
+def _one_error(hub: HubRepository, read: InputFiles | None = None) -> Iterator[None]:
+    """Turn any error of huggingface_hub into InputError, without the token, or into that of a file that changed."""
     try:
         yield
     except Exception as error:  # of httpx, of the hub, of the disk: each release has others
+        if read is not None:
+            read.check()
         said = [str(each).strip().partition("\n")[0] for each in _causes(error)]
         words = "; ".join(dict.fromkeys(filter(None, said))) or type(error).__name__
         words = mask_tokens(words.replace(hub.token, "<token>"))[0]

@@ -20,7 +20,6 @@ import hashlib
 import http.client
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import platform
 import re
@@ -38,8 +37,6 @@ from relayrun.files import write_atomic, write_json
 from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
 from relayrun.trust import UntrustedError, read_trusted
-
-log = logging.getLogger(__name__)
 
 BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by their names in transformers, in the order of their ids."""
@@ -78,7 +75,6 @@ def new_tokenizer_folder(output: Path, read: InputFiles) -> Iterator[Path | None
     if (output / "tokenizer.json").exists():
         if not read.was_made(output):
             raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
-        log.info("%s: this is done already", output)
         yield None
     elif not output.is_dir():
         with published_folder(output, read=read) as made:
