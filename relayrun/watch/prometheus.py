@@ -108,10 +108,6 @@ class _QuietHandler(WSGIRequestHandler):
         """Log no requests."""
 
 
-class _Server(ThreadingWSGIServer):
-    request_queue_size = 1024
-
-
 def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
     """Answer requests with this key on the loopback interface, until Ctrl-C. Other users may open connections to it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -127,7 +123,8 @@ def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
         start("401 Unauthorized", [])
         return []
 
-    with make_server("127.0.0.1", port, guarded, _Server, _QuietHandler) as server:
+    ThreadingWSGIServer.request_queue_size = 1024
+    with make_server("127.0.0.1", port, guarded, ThreadingWSGIServer, _QuietHandler) as server:
         print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)
         server.serve_forever()
 

@@ -91,25 +91,8 @@ X=$(cat sizes.sh)
     "< file": r"""
 X=$(< sizes.sh)
 """,
-    "extglob": r"""
-shopt -s extglob
-[[ 1b3 == @(1b3|2b7) ]] && X=1
-""",
-    "extglob strip": r"""
-shopt -s extglob
-A='  ab'; X=${A##*( )}
-""",
-    "declare word": r"""
-for p in A=1 B=2; do declare "$p"; done; X=$A$B
-""",
     "export word": r"""
 K=AB; V=3; export "$K"="$V"; X=$AB
-""",
-    "falls through": r"""
-case a in a) X=1 ;;& b) X=${X}2 ;;& *) X=${X}3 ;; esac
-""",
-    "falls through &": r"""
-case a in a) X=1 ;& b) X=${X}2 ;; *) X=${X}3 ;; esac
 """,
     "printf q": r"""
 A=('a b' 'c')
@@ -300,10 +283,6 @@ A=$(false) && X=1 || X=2
     "func output status": r"""
 f() { echo a; return 1; }; A=$(f) && X=1 || X=2
 """,
-    "extglob replace": r"""
-shopt -s extglob
-A=aaab; X=${A//+(a)/x}
-""",
     "heredoc script positional": r"""
 cat > s.sh <<'E'
 srun python3 /m/pretrain_gpt.py --x "$1" "${@:2}"
@@ -330,6 +309,27 @@ A=q; srun python3 /m/pretrain_gpt.py --x {$A,b}
 """,
 }
 NAMED = {
+    "declare word": r"""
+for p in A=1 B=2; do declare "$p"; done; X=$A$B
+""",
+    "extglob replace": r"""
+shopt -s extglob
+A=aaab; X=${A//+(a)/x}
+""",
+    "extglob strip": r"""
+shopt -s extglob
+A='  ab'; X=${A##*( )}
+""",
+    "extglob": r"""
+shopt -s extglob
+[[ 1b3 == @(1b3|2b7) ]] && X=1
+""",
+    "falls through &": r"""
+case a in a) X=1 ;& b) X=${X}2 ;; *) X=${X}3 ;; esac
+""",
+    "falls through": r"""
+case a in a) X=1 ;;& b) X=${X}2 ;;& *) X=${X}3 ;; esac
+""",
     "printf star": r"""
 X=$(printf '%*d' 5 3)
 """,

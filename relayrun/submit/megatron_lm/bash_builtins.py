@@ -130,9 +130,8 @@ class BashBuiltins(BashValues):
         return True
 
     def _do_shopt(self, words: list[str], node: Node) -> bool:
-        if "-s" in words and re.search("nocase|lastpipe|glob$", " ".join(words).replace("extglob", "")):
+        if "-s" in words and re.search("nocase|lastpipe|glob$", " ".join(words)):
             raise UnreadableBash(node.at, f"shopt {' '.join(words)} is not read")
-        self.options = self.options - {"extglob"} | ({*words} & {"extglob"} if "-s" in words else set())
         return True
 
     def _do_cd(self, words: list[str], node: Node) -> bool | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator
 
 from relayrun.submit.megatron_lm.bash_builtins import (
@@ -343,10 +342,7 @@ class Script(BashBuiltins):
                 letters += word.text[1:]
                 continue
             text = word.text
-            if (match := ASSIGNMENT.match(text)) is None and "=" in (given := self.text(word)):  # export "$NAME=word"
-                name, _, value = given.partition("=")
-                text = f"{name}={shlex.quote(value)}"
-                match = ASSIGNMENT.match(text)
+            match = ASSIGNMENT.match(text)
             name = match[1] if match is not None else self.text(word)
             refused = set(letters) & set("nlucpfF") - ({"n", "f"} if command == "export" else set())
             if refused or not re.fullmatch(r"[A-Za-z_]\w*", name):

@@ -451,8 +451,7 @@ class BashValues:
         if pattern is None or MARK.search(new):
             return self.mark(at, "a pattern is not known here")
         operand = f'{kind}$2/"$3"' if kind[:1] == "/" else f"{kind}$2" if body else kind
-        script = f'shopt -{"s" if "extglob" in self.options else "u"} extglob; printf %s "${{1{operand}}}"'
-        found = ask_bash(script, value, pattern, new) if kind and "&" not in new else None
+        found = ask_bash(f'printf %s "${{1{operand}}}"', value, pattern, new) if kind and "&" not in new else None
         if found is None:  # versions of Bash differ in &
             raise UnreadableBash(at, f"${{NAME{rest}}} is not read")
         return found

@@ -56,7 +56,7 @@ class RunningTask:
     documents: int
     tokens: int
     bytes_read: int
-    """Bytes of input: of the present file as many as the process has read since it began with it."""
+    """Bytes of the finished files."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,16 +70,13 @@ class TaskProgress:
         self._path = Path(output, PROGRESS_FOLDER, f"{shard}.json")
         self._seconds = float(os.environ.get(PROGRESS_VARIABLE) or 10)
         self._next = 0.0
-        self._read, self._file, self._begin = 0, 0, 0
+        self.bytes_read = 0
+        """Bytes of the finished files; the task updates it."""
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self._task = {"shard": shard, "node": node, "job": slurm_job_id() or "", "started": time.time()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
         self.say(documents=0, tokens=0)
-
-    def begin_file(self, size: int) -> None:
-        """Begin with a file of this size, and count the one before as read."""
-        self._read, self._file, self._begin = self._read + self._file, size, _characters_read()
 
     def say(self, *, documents: int, tokens: int) -> None:
         """Write the progress, at most once per interval. Cheap enough for every batch."""
@@ -87,21 +84,13 @@ class TaskProgress:
         if now < self._next:
             return
         self._next = now + self._seconds
-        read = self._read + min(self._file, _characters_read() - self._begin)
-        counts = {"documents": documents, "tokens": tokens, "bytes_read": read}
+        counts = {"documents": documents, "tokens": tokens, "bytes_read": self.bytes_read}
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
             self._path.unlink()
-
-
-def _characters_read() -> int:
-    """Return the bytes that this process has read from files, as Linux counts them; 0 if it does not."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path("/proc/self/io").read_text().split()[1])
-    return 0
 
 
 def read_progress(output: str | os.PathLike[str]) -> list[RunningTask]:

@@ -230,7 +230,6 @@ def _tokenize_file(
     """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
     options = job.options
-    progress.begin_file(file[1])
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
@@ -255,6 +254,7 @@ def _tokenize_file(
         record.rows += len(texts)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
+    progress.bytes_read += file[1]
     if steps is not None:
         record.null_documents += steps.rows.nulls
         record.rows = first + steps.row - sum(faults.counts.values())
