@@ -15,6 +15,9 @@ TRAINING = "srun python3 /m/pretrain_gpt.py --x $X\n"
 """What a construct without a training of its own ends with."""
 
 TAKEN = {
+    "declare word": r"""
+for p in A=1 B=2; do declare "$p"; done; X=$A$B
+""",
     "rematch": r"""
 [[ tp4pp2 =~ ^tp([0-9]+)pp([0-9]+)$ ]] && X=${BASH_REMATCH[1]:-9}
 """,
@@ -309,9 +312,6 @@ A=q; srun python3 /m/pretrain_gpt.py --x {$A,b}
 """,
 }
 NAMED = {
-    "declare word": r"""
-for p in A=1 B=2; do declare "$p"; done; X=$A$B
-""",
     "extglob replace": r"""
 shopt -s extglob
 A=aaab; X=${A//+(a)/x}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 
 from relayrun.submit.megatron_lm.bash_builtins import (
@@ -341,9 +342,11 @@ class Script(BashBuiltins):
             if re.match(r"-\w+$", word.text):
                 letters += word.text[1:]
                 continue
-            text = word.text
+            text, given = word.text, "" if ASSIGNMENT.match(word.text) else self.text(word)
+            if "=" in given:  # export "$NAME=word"
+                text = re.sub("=(.*)", lambda each: "=" + shlex.quote(each[1]), given, count=1, flags=re.S)
             match = ASSIGNMENT.match(text)
-            name = match[1] if match is not None else self.text(word)
+            name = match[1] if match is not None else given
             refused = set(letters) & set("nlucpfF") - ({"n", "f"} if command == "export" else set())
             if refused or not re.fullmatch(r"[A-Za-z_]\w*", name):
                 raise UnreadableBash(word.at, f"{command} of this form is not read")
