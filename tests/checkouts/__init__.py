@@ -147,7 +147,7 @@ def config(folder: Path, checkout: Path, *, arrays: str = "", **sections: dict[s
     with_stand_ins = f'case "$1" in *.py) set -- {HERE}/on_cpu.py "$@" ;; esac\n'
     python.write_text(f'#!/bin/sh\n{exports}{path}{with_stand_ins}exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    (folder / "launcher.sh").write_text(f"exit 1\nON_CPUS_ARGS=({ON_CPUS})\n{arrays}")
+    (folder / "launcher.sh").write_text(f"ON_CPUS_ARGS=({ON_CPUS})\n{arrays}\nexit 1\n")
     values: dict[str, Any] = {
         "project": "tests",
         "name": "megatron",
