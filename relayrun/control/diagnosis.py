@@ -259,7 +259,7 @@ _REFUSAL = re.compile(
     r"|\(\w*(?:config|arguments|settings)\w*\.py:\d+\)$",
     re.I,
 )
-"""What an exception that refuses a setting names: an option, a file of settings, what to change, or its place."""
+"""Matches words of an exception that refuses a setting: an option, a file of settings, what to change, or its place."""
 _OF_SHELL = ("program-missing", "script-missing", "module-missing", "library-missing", "package-versions")
 """Entries whose words outside a traceback may follow from one another. Before others, the script did without them."""
 _OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gpu-error", "device-error")

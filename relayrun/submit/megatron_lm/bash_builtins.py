@@ -49,7 +49,7 @@ class Followed:
 
 @dataclass
 class Input:
-    """What commands read, one behind the other."""
+    """Standard input that several commands of a launcher share: each reads on where the one before stopped."""
 
     text: str
 
@@ -75,7 +75,7 @@ class BashBuiltins(BashValues):
         """Names that the script gives a value."""
         self.locals: list[dict[str, object]] = []
         self.input: Input | None = None
-        """What commands read; None: only a job has it."""
+        """Standard input of the next command; None: only a job has it."""
 
     def arithmetic(self, raw: str, at: int) -> int | str:
         """The value of arithmetic; a mark if it is not known. Bash computes it, once all that it names is a number."""
@@ -254,7 +254,7 @@ class BashBuiltins(BashValues):
         raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
 
     def path(self, name: str) -> str:
-        """Where a file lies: sbatch begins where it is called; neighbours of the script come second."""
+        """Return the path of a file that a launcher names: in its working folder, else beside the script."""
         moved = "PWD" in self.assigned
         first = os.path.join((self.value("PWD", 0) if moved else None) or "", name)
         return first if moved or os.path.isfile(first) else os.path.join(os.path.dirname(self.source.name), name)

@@ -71,7 +71,7 @@ class Script(BashBuiltins):
 
     @contextlib.contextmanager
     def _redirected(self, node: Node) -> Iterator[None]:
-        """What a command reads and where its output goes, by its redirections."""
+        """Apply the redirections of a command: its standard input, and the file that takes its output."""
         outer, file, appends = (self.input, self.output), "", False
         for kind, word in node.redirections:
             if kind[0] == "<":
