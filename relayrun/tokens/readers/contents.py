@@ -1,4 +1,5 @@
-"""Tells by its first bytes what a file is: compressed, columns, an error page, or a pointer in place of the file.
+"""Tells by its first bytes what a file is: compressed, columns, an error page, or a pointer in place of the file. Tells
+by its last bytes that it is torn.
 
 A name says what a file should be; `content_fault` compares it with `HEAD_BYTES` of the file. Only contents that this
 module knows are faults: unknown bytes are left to the reader. This module does not import Arrow.
@@ -6,6 +7,8 @@ module knows are faults: unknown bytes are left to the reader. This module does 
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from typing import Literal
 
@@ -13,6 +16,9 @@ from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import printable
 
 HEAD_BYTES = 512
+
+UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".filepart", ".st")
+"""Endings of downloads that have not ended, or of the note that says so of the file beside it."""
 
 _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE | re.DOTALL if name == "HTML" else re.DOTALL))
@@ -57,3 +63,67 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
         words = f"its content is {found}, not {promised} as its name says"
         hint = f"give the file the ending of its content, {leave}"
     return InputError(words, where=printable(path), hint=hint)
+
+
+_TAIL_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 22
+"""The blocks of zstd are counted in smaller files."""
+_INFLATE_RATIO = 1032
+"""Deflate makes at most so many bytes of one."""
+
+_STREAM_END = b"\xff\xff\xff\xff"
+
+
+def is_torn(file: int, size: int, head: bytes, content: str | None) -> bool:
+    """Return whether the last bytes of the open `file` prove that its end is missing. `head`: its first bytes;
+    `content`: "JSON" for lines of JSON, else as in `content_fault`."""
+    kept = _TAIL_BYTES if content == "JSON" else 64
+    tail = os.pread(file, kept, max(0, size - kept))
+    if content == "parquet":
+        return tail[-4:] not in (b"PAR1", b"PARE")
+    if content == "Arrow":
+        if head.startswith(b"ARROW1"):
+            return not tail.endswith(b"ARROW1")
+        mark = _STREAM_END if head.startswith(_STREAM_END) else b""  # none in streams until Arrow 0.15
+        return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(mark))
+    if content == "gzip":  # ends with the bytes of the last member, which a torn file has by chance
+        return int.from_bytes(tail[-4:], "little") > _INFLATE_RATIO * size
+    if content == "zstd":
+        return size <= _SMALL_BYTES and _is_torn_zstd(file, size)
+    if tail.endswith(b"\0"):
+        return True
+    *before, last = tail.split(b"\n")
+    if content != "JSON" or not last.startswith(b"{") or not (before or size <= len(tail)):
+        return False
+    try:
+        return json.loads(last.decode("utf-8", "surrogateescape")) is None
+    except (ValueError, RecursionError):
+        return True
+
+
+def _is_torn_zstd(file: int, size: int) -> bool:
+    """Walk over the frames and blocks of zstd (RFC 8878)."""
+
+    def number(at: int, length: int) -> int:
+        return int.from_bytes(os.pread(file, length, at), "little")
+
+    at = 0
+    while at < size:
+        magic = number(at, 4)
+        if magic & 0xFFFFFFF0 == 0x184D2A50:  # a frame to skip
+            at += 8 + number(at + 4, 4)
+            continue
+        if magic != 0xFD2FB528:
+            return False  # other bytes behind a whole frame
+        described = number(at + 4, 1)
+        single, sizes = described >> 5 & 1, described >> 6
+        at += 5 + (1 - single) + (0, 1, 2, 4)[described & 3] + (single, 2, 4, 8)[sizes]
+        is_last = False
+        while not is_last and at < size:
+            block = number(at, 3)
+            is_last = bool(block & 1)
+            at += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+        at += 4 * (described >> 2 & 1)
+        if not is_last:
+            return True
+    return at > size

@@ -18,7 +18,8 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.contents import HEAD_BYTES, UNFINISHED, content_fault, file_compression, is_torn
+from relayrun.tokens.readers.published import listed_splits
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -61,9 +62,15 @@ STATE_FILE = "state.json"
 
 METADATA_FILE_NAMES = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
-    *("inventory.jsonl", "dump-sizes.json"),
+    *("inventory.jsonl", "dump-sizes.json", "executor.json", "requirements.txt", "license.txt"),
 )
-"""Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
+"""Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
+
+_MODEL_FILE_NAMES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "trainer_state.json"),
+    *("generation_config.json", "adapter_config.json", "preprocessor_config.json"),
+)
+_MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
 
 
 def data_suffixes() -> tuple[str, ...]:
@@ -203,7 +210,26 @@ def _why_left_out(
         return "hidden or temporary"
     if name in METADATA_FILE_NAMES:
         return "metadata"
+    if name.endswith(UNFINISHED):
+        return "unfinished download"
     return None if name.endswith(suffixes) else "ending not read"
+
+
+def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
+    """Return the paths of taken files that are no data because of the files beside them: of a model or tokenizer, logs
+    of datatrove, and lists of files."""
+    others = [file.path for file in left if file.why != "filters"]
+    names = [(file.path, *os.path.split(file.path)) for file in taken]
+    models = {os.path.dirname(path) for path in others if path.lower().endswith(_MODEL_ENDINGS)}
+    models |= {folder for _, folder, name in names if name in _MODEL_FILE_NAMES}
+    logs = {os.path.dirname(path) for path in others if os.path.basename(path) == "executor.json"}
+    found = {path for path, folder, name in names if folder in models and name.lower().endswith((".json", ".txt"))}
+    statistics = {os.path.join(folder, name) for folder in logs for name in ("stats", "stats.json")}
+    found |= {path for path, folder, _ in names if not statistics.isdisjoint((folder, path))}
+    if not urls.is_url(place):
+        lists = listed_splits(place, {path for path, _, _ in names}, [(file.path, file.size) for file in taken])
+        found |= {listed.by for listed in lists.values()}
+    return found
 
 
 def take_inventory(
@@ -232,11 +258,14 @@ def take_inventory(
                 left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=fault))
             else:
                 taken.append(file)
+    metadata = _metadata_beside(place, taken, left)
+    left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
+    taken = sorted((file for file in taken if file.path not in metadata), key=by_path)
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
         faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
-    why = "other content than its name"
-    left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
-    taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
+    for file, (why, bad) in ((file, found) for file, found in faults.items() if found):
+        left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=bad))
+    taken = [file for file, found in faults.items() if found is None]
     states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
     for path in states:
         taken, more = _by_state_file(place, path, taken)
@@ -278,17 +307,25 @@ def by_path(file: DataFile | LeftOutFile) -> bytes:
     return os.fsencode(file.path)
 
 
-def _content_fault(place: str, file: DataFile) -> InputError | None:
-    """Return the fault of a local file by its first bytes; below a URL, by its name."""
-    path = urls.join_path(place, file.path)
+def _content_fault(place: str, file: DataFile) -> tuple[str, InputError] | None:
+    """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name."""
+    path, expected = urls.join_path(place, file.path), expected_content(file.path)
     if urls.is_url(place):
         hint = "rename the file, or leave it out with --filter-out"
-        return InputError("fsspec cannot open a name with `::`", where=path, hint=hint) if "::" in file.path else None
+        words = "fsspec cannot open a name with `::`"
+        return ("name", InputError(words, where=path, hint=hint)) if "::" in file.path else None
     try:
         with open(path, "rb", buffering=0) as raw:
-            return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+            head = raw.read(HEAD_BYTES)
+            if fault := content_fault(path, head, expected):
+                return "other content than its name", fault
+            kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
+            if not is_torn(raw.fileno(), file.size, head, kind):
+                return None
     except OSError:  # the reader says why
         return None
+    hint = "fetch or write the file again, or leave it out with --filter-out"
+    return "torn", InputError("it is torn: its end is missing", where=printable(path), hint=hint)
 
 
 _Found = tuple[DataFile, str | None, InputError | None]

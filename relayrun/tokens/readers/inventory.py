@@ -33,14 +33,21 @@ from relayrun.tokens.readers.inputs import (
     saved_rows,
     take_inventory,
 )
+from relayrun.tokens.readers.published import (
+    ListedChecksum,
+    ListedSplit,
+    checksum_faults,
+    listed_checksums,
+    listed_splits,
+    split_of,
+    split_words,
+    unfinished,
+)
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
-
-_HELD_OUT = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test", "testing", "eval", "evaluation"}}
-"""Words for the splits that are kept from training."""
 
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
@@ -49,13 +56,12 @@ _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
 
 
 def held_out_split(path: str) -> str | None:
-    """Return `validation` or `test` if a folder, or the first or last word of the name, says so; else None."""
+    """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
     *folders, name = path.lower().split("/")
     for suffix in sorted(data_suffixes(), key=len, reverse=True):
         name = name.removesuffix(suffix)
-    words = [word for word in re.split(r"[-._ ]+", name) if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
-    known = {*words[:1], *words[-1:], *(folder.removeprefix("split=") for folder in folders)}
-    return next((split for split, names in _HELD_OUT.items() if known & names), None)
+    words = split_words(name)
+    return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
 
 
 def find_data_files(
@@ -67,7 +73,7 @@ def find_data_files(
     there, twins = leave_out_twins(place, take_inventory(place, names=names))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
-    for fault, _, _ in set_faults(place, there.taken):
+    for fault, _, _ in set_faults(place, there):
         log.warning("%s%s", of, fault.message)
     return list(there.taken)
 
@@ -77,7 +83,10 @@ def check_sets(
 ) -> Inventory:
     """Return the inventory with the files refused that `set_faults` names; `all_splits`: held-out splits are taken."""
     refused: dict[str, LeftOutFile] = {}
-    for fault, why, files in set_faults(folder, inventory.taken, filter_in, all_splits=all_splits):
+    faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
+    for fault, why, files in itertools.chain(
+        faults, _small_checksum_faults(folder, inventory), _no_text(folder, inventory)
+    ):
         for number, file in enumerate(files):  # the first one has the fault of all
             left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
             refused.setdefault(file.path, left)
@@ -89,24 +98,102 @@ _SetFaults = Iterator[tuple[InputError, str, Sequence[DataFile]]]
 
 
 def set_faults(
-    folder: str, files: Sequence[DataFile], filter_in: Sequence[str] = (), *, all_splits: bool = False
+    folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
-    names, and mixed `-of-N` sets. Warns of missing numbers."""
-    return itertools.chain(() if all_splits else _held_out_sets(folder, files, filter_in), _mixed_sets(folder, files))
+    names, mixed `-of-N` sets, and what is not finished. Warns of missing numbers and of files that a list of checksums
+    has and the folder has not."""
+    files = inventory.taken
+    by_rule = () if all_splits else _held_out_sets(folder, inventory, filter_in)
+    return itertools.chain(by_rule, _mixed_sets(folder, files), _unfinished(folder, inventory))
 
 
-def _held_out_sets(folder: str, files: Sequence[DataFile], filter_in: Sequence[str]) -> _SetFaults:
-    splits: dict[str | None, list[DataFile]] = defaultdict(list)
-    for file in files:
-        splits[held_out_split(file.path)].append(file)
-    chosen = {word for text in filter_in for word in re.split(r"[^a-z]+", text.lower())}
-    for split, found in splits.items():
-        if split is None or len(splits) == 1 or chosen & _HELD_OUT[split]:
+def _notes(inventory: Inventory) -> dict[str, int]:
+    """Return path and bytes of the files that are left out, but not by a filter: what others wrote beside the data."""
+    return {file.path: file.size for file in inventory.left_out if file.why != "filters"}
+
+
+def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
+    by_path = {file.path: file for file in inventory.taken}
+    listed = {} if urls.is_url(folder) else listed_splits(folder, by_path.keys(), _notes(inventory).items())
+    splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
+    for path, file in by_path.items():
+        by_name = ListedSplit(held_out_split(path), "")
+        split, by = by_name if by_name.split or path not in listed else listed[path]
+        splits[split, by if split else ""].append(file)
+    chosen = {split_of([word]) for text in filter_in for word in re.split(r"[^a-z]+", text.lower())}
+    for (split, by), found in splits.items():
+        if split is None or len({each for each, _ in splits}) == 1 or split in chosen:
             continue
         words = f"{_count(found)} of a {split} set beside other text: {first_names([file.path for file in found])}"
+        words += f"; {by} says so" if by else ""
         hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
         yield InputError(words, where=folder, hint=hint), "another split", found
+
+
+def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
+    if urls.is_url(folder):
+        return
+    by_name, notes = {file.path: file for file in inventory.taken}, _notes(inventory)
+    for found in unfinished(folder, list(by_name), list(notes)):
+        hint = "make it whole, leave it out with --filter-out, or the note if it is wrong"
+        fault = InputError(found.words, where=printable(os.path.join(folder, found.where)), hint=hint)
+        yield fault, "not finished", [by_name[path] for path in found.files]
+
+
+_SMALL_SET = 1_000_000_000
+"""Bytes of files with checksums that are read at once; those of a larger data set are compared when a dump ends."""
+
+
+def _small_checksum_faults(folder: str, inventory: Inventory) -> _SetFaults:
+    files = {file.path: file for file in inventory.taken}
+    sums = checksums_of(folder, inventory)
+    if sum(files[path].size for path in sums) <= _SMALL_SET:
+        for path, fault in checksum_faults(folder, sums).items():
+            yield fault, "another checksum", [files[path]]
+
+
+def checksums_of(folder: str, inventory: Inventory) -> dict[str, ListedChecksum]:
+    """Return the checksums that lists beside the data have, by path of a taken file; warn of listed files that are
+    missing."""
+    if urls.is_url(folder):
+        return {}
+    taken = {file.path for file in inventory.taken}
+    there = taken.union(file.path for file in inventory.left_out)
+    listed = listed_checksums(folder, _notes(inventory))
+    if missing := sorted(path for path in listed.keys() - there if not os.path.lexists(os.path.join(folder, path))):
+        words = "%s files of lists of checksums are missing: %s"
+        log.warning(words, f"{len(missing):,}", first_names(missing))
+    return {path: found for path, found in listed.items() if path in taken}
+
+
+_MOST_GROUPS = 256
+
+
+def _no_text(folder: str, inventory: Inventory) -> _SetFaults:
+    """Refuse files without a column `text` beside files with it, as attributes and embeddings are: of each folder and
+    ending, one file shows its columns."""
+    groups: dict[tuple[str, str], list[DataFile]] = defaultdict(list)
+    for file in inventory.taken:
+        suffix = next((each for each in data_suffixes() if file.path.lower().endswith(each)), "")
+        groups[os.path.dirname(file.path), suffix].append(file)
+    if not 1 < len(groups) <= _MOST_GROUPS or urls.is_url(folder):
+        return
+    try:
+        from relayrun.tokens.readers.columns import check_column  # on demand: a login node may lack pyarrow
+    except ImportError:
+        return
+    without: list[tuple[InputError, list[DataFile]]] = []
+    for files in groups.values():
+        try:
+            check_column(os.path.join(folder, files[0].path), "text")
+        except InputError as error:
+            if error.message.startswith("no column"):
+                without.append((error, files))
+    for fault, files in without if len(without) < len(groups) else ():
+        hint = "leave them out with --filter-out, or the others if another column holds the text"
+        words = f"{fault.message}, as in {_count(files)} of its folder and ending; other files have it"
+        yield InputError(words, where=fault.where, hint=hint), "no text", files
 
 
 def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
