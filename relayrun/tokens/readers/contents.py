@@ -79,19 +79,18 @@ def is_torn(file: int, size: int, head: bytes, content: str | None) -> bool:
     `content`: "JSON" for lines of JSON, else as in `content_fault`."""
     kept = _TAIL_BYTES if content == "JSON" else 64
     tail = os.pread(file, kept, max(0, size - kept))
-    if content == "parquet":
+    if content == "parquet" and head.startswith(b"PAR1"):
         return tail[-4:] not in (b"PAR1", b"PARE")
-    if content == "Arrow":
-        if head.startswith(b"ARROW1"):
-            return not tail.endswith(b"ARROW1")
-        mark = _STREAM_END if head.startswith(_STREAM_END) else b""  # none in streams until Arrow 0.15
-        return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(mark))
-    if content == "gzip":  # ends with the bytes of the last member, which a torn file has by chance
+    if content == "Arrow" and head.startswith(b"ARROW1"):
+        return not tail.endswith(b"ARROW1")
+    if content == "Arrow" and head.startswith(_STREAM_END):  # Arrow 0.14 and older wrote another mark
+        return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(_STREAM_END))
+    if content == "gzip" and head.startswith(b"\x1f\x8b"):  # ends with the bytes of the last member, which a torn file has by chance
         return int.from_bytes(tail[-4:], "little") > _INFLATE_RATIO * size
     if content == "zstd":
         return size <= _SMALL_BYTES and _is_torn_zstd(file, size)
-    if tail.endswith(b"\0"):
-        return True
+    if content in (None, "JSON") and tail.endswith(b"\0"):
+        return not head.startswith(b"\0")
     *before, last = tail.split(b"\n")
     if content != "JSON" or not last.startswith(b"{") or not (before or size <= len(tail)):
         return False

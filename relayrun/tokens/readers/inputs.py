@@ -238,12 +238,13 @@ def take_inventory(
     filter_in: Sequence[str] = (),
     filter_out: Sequence[str] = (),
     names: Sequence[str] | None = None,
+    ends: bool = False,
 ) -> Inventory:
     """Return all files below `folder`, local or a URL that fsspec knows, or only local `names` there: the data files,
     and the others with the reason. A file is kept if its path below `folder` (links not resolved, case-sensitive)
     contains any of `filter_in`, if given, and none of `filter_out`. Links in a local folder are followed, except to a
     parent folder. The first bytes of local files are compared with their names; below a URL the reader does that.
-    Raises InputError if the folder is missing or cannot be listed."""
+    `ends`: the last bytes are looked at, too. Raises InputError if the folder is missing or cannot be listed."""
     place, suffixes = urls.absolute_path(folder), data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
@@ -262,7 +263,7 @@ def take_inventory(
     left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
     taken = sorted((file for file in taken if file.path not in metadata), key=by_path)
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
-        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
+        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place, ends=ends), taken), strict=True))
     for file, (why, bad) in ((file, found) for file, found in faults.items() if found):
         left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=bad))
     taken = [file for file, found in faults.items() if found is None]
@@ -307,7 +308,7 @@ def by_path(file: DataFile | LeftOutFile) -> bytes:
     return os.fsencode(file.path)
 
 
-def _content_fault(place: str, file: DataFile) -> tuple[str, InputError] | None:
+def _content_fault(place: str, file: DataFile, *, ends: bool) -> tuple[str, InputError] | None:
     """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name."""
     path, expected = urls.join_path(place, file.path), expected_content(file.path)
     if urls.is_url(place):
@@ -320,7 +321,7 @@ def _content_fault(place: str, file: DataFile) -> tuple[str, InputError] | None:
             if fault := content_fault(path, head, expected):
                 return "other content than its name", fault
             kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
-            if not is_torn(raw.fileno(), file.size, head, kind):
+            if not ends or not is_torn(raw.fileno(), file.size, head, kind):
                 return None
     except OSError:  # the reader says why
         return None

@@ -214,7 +214,7 @@ def prepare_dumps(
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
     metadata = DumpsFolder(metadata_folder)
-    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
+    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out, ends=True)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
