@@ -12,7 +12,10 @@ import os
 import re
 from typing import Literal
 
-from relayrun.errors import InputError
+import xxhash
+
+from relayrun.errors import InputError, RelayrunError
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 HEAD_BYTES = 512
@@ -45,11 +48,15 @@ def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith((".zst", ".zstd")) else None
 
 
+def content_of(head: bytes) -> str | None:
+    return next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
+
+
 def content_fault(path: str, head: bytes, expected: str | None) -> InputError | None:
     """Return the fault of a file that begins with `head`, at most `HEAD_BYTES`. `expected`: the content that its name
     promises, None for text."""
     promised = expected or "text"
-    found = next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
+    found = content_of(head)
     leave = "or leave it out with --filter-out"
     if not head and expected is not None:
         words, hint = f"cannot be read, it may be torn: 0 bytes are no {expected}", f"fetch the file again, {leave}"
@@ -66,33 +73,27 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
 
 
 _TAIL_BYTES = 1 << 16
-_SMALL_BYTES = 1 << 22
-"""The blocks of zstd are counted in smaller files."""
-_INFLATE_RATIO = 1032
-"""Deflate makes at most so many bytes of one."""
-
 _STREAM_END = b"\xff\xff\xff\xff"
 
 
-def is_torn(file: int, size: int, head: bytes, content: str | None) -> bool:
-    """Return whether the last bytes of the open `file` prove that its end is missing. `head`: its first bytes;
-    `content`: "JSON" for lines of JSON, else as in `content_fault`."""
-    kept = _TAIL_BYTES if content == "JSON" else 64
-    tail = os.pread(file, kept, max(0, size - kept))
+def is_torn(path: str, head: bytes, content: str | None, *, whole: bool) -> bool:
+    """Return whether the last bytes of a file prove that its end is missing. `head`: its first bytes; `content`: "JSON"
+    for lines of JSON, else as in `content_fault`; `whole`: compressed files are read whole. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        tail = file.read()
     if content == "parquet" and head.startswith(b"PAR1"):
         return tail[-4:] not in (b"PAR1", b"PARE")
     if content == "Arrow" and head.startswith(b"ARROW1"):
         return not tail.endswith(b"ARROW1")
     if content == "Arrow" and head.startswith(_STREAM_END):  # Arrow 0.14 and older wrote another mark
         return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(_STREAM_END))
-    if content == "gzip" and head.startswith(b"\x1f\x8b"):  # ends with the bytes of the last member, which a torn file has by chance
-        return int.from_bytes(tail[-4:], "little") > _INFLATE_RATIO * size
-    if content == "zstd":
-        return size <= _SMALL_BYTES and _is_torn_zstd(file, size)
+    if content in ("gzip", "zstd"):
+        return whole and content_of(head) == content and text_checksum(path) is None
     if content in (None, "JSON") and tail.endswith(b"\0"):
         return not head.startswith(b"\0")
     *before, last = tail.split(b"\n")
-    if content != "JSON" or not last.startswith(b"{") or not (before or size <= len(tail)):
+    if content != "JSON" or not last.startswith(b"{") or not (before or tail.startswith(head)):
         return False
     try:
         return json.loads(last.decode("utf-8", "surrogateescape")) is None
@@ -100,29 +101,17 @@ def is_torn(file: int, size: int, head: bytes, content: str | None) -> bool:
         return True
 
 
-def _is_torn_zstd(file: int, size: int) -> bool:
-    """Walk over the frames and blocks of zstd (RFC 8878)."""
+def text_checksum(path: str) -> str | None:
+    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
+    try:
+        if file_compression(path) is None:
+            return file_checksum(path)
+        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
 
-    def number(at: int, length: int) -> int:
-        return int.from_bytes(os.pread(file, length, at), "little")
-
-    at = 0
-    while at < size:
-        magic = number(at, 4)
-        if magic & 0xFFFFFFF0 == 0x184D2A50:  # a frame to skip
-            at += 8 + number(at + 4, 4)
-            continue
-        if magic != 0xFD2FB528:
-            return False  # other bytes behind a whole frame
-        described = number(at + 4, 1)
-        single, sizes = described >> 5 & 1, described >> 6
-        at += 5 + (1 - single) + (0, 1, 2, 4)[described & 3] + (single, 2, 4, 8)[sizes]
-        is_last = False
-        while not is_last and at < size:
-            block = number(at, 3)
-            is_last = bool(block & 1)
-            at += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
-        at += 4 * (described >> 2 & 1)
-        if not is_last:
-            return True
-    return at > size
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+            while piece := text.read(1 << 20):
+                digest.update(piece)
+        return digest.hexdigest()
+    except (OSError, RelayrunError, ImportError):
+        return None

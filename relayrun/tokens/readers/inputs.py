@@ -52,7 +52,7 @@ JSON_LINES = FileFormat(
     reader=f"{_TEXT_READERS}:read_jsonl",
     by_line=True,
 )
-CSV = FileFormat(name="csv", suffixes=_compressed(".csv"), reader=f"{_TEXT_READERS}:read_csv")
+CSV = FileFormat(name="csv", suffixes=_compressed(".csv", ".tsv"), reader=f"{_TEXT_READERS}:read_csv")
 ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
@@ -80,7 +80,7 @@ def data_suffixes() -> tuple[str, ...]:
 def data_endings() -> str:
     """Return the endings of data files for a message, the compressed ones in short."""
     plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
-    return f"{', '.join(plain)}; of JSON and CSV also with .gz, .zst or .zstd"
+    return f"{', '.join(plain)}; of JSON, CSV and TSV also with .gz, .zst or .zstd"
 
 
 def expected_content(path: str) -> str | None:
@@ -194,6 +194,10 @@ class Inventory:
 
 
 DEAD_LINK = "link that leads nowhere"
+SMALL_SET = 200_000_000
+"""Bytes of a data set that `prepare` reads whole: it decompresses files and compares checksums. Of a larger one, the
+readers find torn files, and checksums are compared when a dump ends."""
+
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
@@ -262,8 +266,11 @@ def take_inventory(
     metadata = _metadata_beside(place, taken, left)
     left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
     taken = sorted((file for file in taken if file.path not in metadata), key=by_path)
+    whole = sum(file.size for file in taken) <= SMALL_SET
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
-        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place, ends=ends), taken), strict=True))
+        faults = dict(
+            zip(taken, pool.map(functools.partial(_content_fault, place, ends=ends, whole=whole), taken), strict=True)
+        )
     for file, (why, bad) in ((file, found) for file, found in faults.items() if found):
         left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=bad))
     taken = [file for file, found in faults.items() if found is None]
@@ -308,7 +315,7 @@ def by_path(file: DataFile | LeftOutFile) -> bytes:
     return os.fsencode(file.path)
 
 
-def _content_fault(place: str, file: DataFile, *, ends: bool) -> tuple[str, InputError] | None:
+def _content_fault(place: str, file: DataFile, *, ends: bool, whole: bool) -> tuple[str, InputError] | None:
     """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name."""
     path, expected = urls.join_path(place, file.path), expected_content(file.path)
     if urls.is_url(place):
@@ -321,12 +328,12 @@ def _content_fault(place: str, file: DataFile, *, ends: bool) -> tuple[str, Inpu
             if fault := content_fault(path, head, expected):
                 return "other content than its name", fault
             kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
-            if not ends or not is_torn(raw.fileno(), file.size, head, kind):
+            if not ends or not is_torn(path, head, kind, whole=whole):
                 return None
     except OSError:  # the reader says why
         return None
     hint = "fetch or write the file again, or leave it out with --filter-out"
-    return "torn", InputError("it is torn: its end is missing", where=printable(path), hint=hint)
+    return "torn", InputError("it may be torn: its end is missing or damaged", where=printable(path), hint=hint)
 
 
 _Found = tuple[DataFile, str | None, InputError | None]

@@ -13,17 +13,16 @@ import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from relayrun.errors import InputError, RelayrunError
+from relayrun.errors import InputError, combined_error
 from relayrun.files import write_atomic
-from relayrun.tokens.readers.contents import file_compression
+from relayrun.tokens.readers.contents import file_compression, text_checksum
 from relayrun.tokens.readers.inputs import (
+    SMALL_SET,
     STATE_FILE,
     DataFile,
     Inventory,
@@ -44,7 +43,6 @@ from relayrun.tokens.readers.published import (
     unfinished,
 )
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -84,9 +82,7 @@ def check_sets(
     """Return the inventory with the files refused that `set_faults` names; `all_splits`: held-out splits are taken."""
     refused: dict[str, LeftOutFile] = {}
     faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
-    for fault, why, files in itertools.chain(
-        faults, _small_checksum_faults(folder, inventory), _no_text(folder, inventory)
-    ):
+    for fault, why, files in itertools.chain(faults, _wrong_checksums(folder, inventory), _no_text(folder, inventory)):
         for number, file in enumerate(files):  # the first one has the fault of all
             left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
             refused.setdefault(file.path, left)
@@ -141,14 +137,10 @@ def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
         yield fault, "not finished", [by_name[path] for path in found.files]
 
 
-_SMALL_SET = 1_000_000_000
-"""Bytes of files with checksums that are read at once; those of a larger data set are compared when a dump ends."""
-
-
-def _small_checksum_faults(folder: str, inventory: Inventory) -> _SetFaults:
+def _wrong_checksums(folder: str, inventory: Inventory) -> _SetFaults:
     files = {file.path: file for file in inventory.taken}
     sums = checksums_of(folder, inventory)
-    if sum(files[path].size for path in sums) <= _SMALL_SET:
+    if sum(file.size for file in inventory.taken) <= SMALL_SET:
         for path, fault in checksum_faults(folder, sums).items():
             yield fault, "another checksum", [files[path]]
 
@@ -222,7 +214,7 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
         return inventory, twins
     places = sorted({path for pair in twins.items() for path in pair})
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
+        sums = dict(zip(places, pool.map(lambda path: text_checksum(os.path.join(folder, path)), places), strict=True))
     for path, first in [*twins.items()]:
         alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
         if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
@@ -232,22 +224,6 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
     taken = tuple(file for file in inventory.taken if file.path not in same)
     return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
-
-
-def _text_checksum(path: str) -> str | None:
-    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
-    try:
-        if file_compression(path) is None:
-            return file_checksum(path)
-        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
-
-        digest = xxhash.xxh3_128()
-        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
-            while piece := text.read(1 << 20):
-                digest.update(piece)
-        return digest.hexdigest()
-    except (OSError, RelayrunError, ImportError):
-        return None
 
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
@@ -317,6 +293,15 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
                     words = "%s: %s rows were tokenized, and dataset_info.json says %s, perhaps from before a filter"
                     log.warning(words, name, f"{found:,}", f"{expected:,}")
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
+
+
+def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> None:
+    """Raise InputError that names the files of a written inventory that have other checksums than their lists say."""
+    lines = {} if urls.is_url(folder) else _read_inventory(path)
+    listed = listed_checksums(folder, [name for name, line in lines.items() if line.get("why", "filters") != "filters"])
+    faults = checksum_faults(folder, {name: listed[name] for name in names if name in listed})
+    if faults:
+        raise combined_error([*faults.values()], "files have other checksums")
 
 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:
