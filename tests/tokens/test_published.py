@@ -141,7 +141,7 @@ def test_whole_ends_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "bad", "words"),
     [
-        ({"b.jsonl.aria2": b""}, ["b.jsonl"], "b.jsonl.aria2 beside it says"),
+        ({"b.jsonl.aria2": b""}, ["b.jsonl"], "b.jsonl.aria2 says that this download"),
         ({"run/_temporary/0/x": b""}, ["run/part-0.jsonl"], "has not ended: no _SUCCESS"),
         ({"done/_SUCCESS": b""}, ["run/part-0.jsonl"], "has not ended: no _SUCCESS"),
         (

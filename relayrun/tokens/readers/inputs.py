@@ -194,6 +194,8 @@ class Inventory:
 
 
 DEAD_LINK = "link that leads nowhere"
+FILTERED_OUT = "filtered out"
+"""By `filter_out`: such a file says nothing of others."""
 SMALL_SET = 200_000_000
 """Bytes of a data set that `prepare` reads whole: it decompresses files and compares checksums. Of a larger one, the
 readers find torn files, and checksums are compared when a dump ends."""
@@ -207,7 +209,9 @@ def _why_left_out(
 ) -> str | None:
     """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
     hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
-    if (filter_in and not any(text in path for text in filter_in)) or any(text in path for text in filter_out):
+    if any(text in path for text in filter_out):
+        return FILTERED_OUT
+    if filter_in and not any(text in path for text in filter_in):
         return "filters"
     *folders, name = path.lower().split("/")
     if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
@@ -222,7 +226,7 @@ def _why_left_out(
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
     """Return the paths of taken files that are no data because of the files beside them: of a model or tokenizer, logs
     of datatrove, and lists of files."""
-    others = [file.path for file in left if file.why != "filters"]
+    others = [file.path for file in left if file.why != FILTERED_OUT]
     names = [(file.path, *os.path.split(file.path)) for file in taken]
     models = {os.path.dirname(path) for path in others if path.lower().endswith(_MODEL_ENDINGS)}
     models |= {folder for _, folder, name in names if name in _MODEL_FILE_NAMES}

@@ -22,6 +22,7 @@ from relayrun.errors import InputError, combined_error
 from relayrun.files import write_atomic
 from relayrun.tokens.readers.contents import file_compression, text_checksum
 from relayrun.tokens.readers.inputs import (
+    FILTERED_OUT,
     SMALL_SET,
     STATE_FILE,
     DataFile,
@@ -83,9 +84,9 @@ def check_sets(
     refused: dict[str, LeftOutFile] = {}
     faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
     for fault, why, files in itertools.chain(faults, _wrong_checksums(folder, inventory), _no_text(folder, inventory)):
-        for number, file in enumerate(files):  # the first one has the fault of all
-            left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
-            refused.setdefault(file.path, left)
+        for number, file in enumerate([file for file in files if file.path not in refused]):
+            bad = None if number else fault  # the first one has the fault of all
+            refused[file.path] = LeftOutFile(path=file.path, size=file.size, why=why, fault=bad)
     left_out = sorted((*inventory.left_out, *refused.values()), key=by_path)
     return Inventory(tuple(file for file in inventory.taken if file.path not in refused), tuple(left_out))
 
@@ -105,8 +106,8 @@ def set_faults(
 
 
 def _notes(inventory: Inventory) -> dict[str, int]:
-    """Return path and bytes of the files that are left out, but not by a filter: what others wrote beside the data."""
-    return {file.path: file.size for file in inventory.left_out if file.why != "filters"}
+    """Return path and bytes of the files that are left out: what others wrote beside the data."""
+    return {file.path: file.size for file in inventory.left_out if file.why != FILTERED_OUT}
 
 
 def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
@@ -117,7 +118,7 @@ def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) 
         by_name = ListedSplit(held_out_split(path), "")
         split, by = by_name if by_name.split or path not in listed else listed[path]
         splits[split, by if split else ""].append(file)
-    chosen = {split_of([word]) for text in filter_in for word in re.split(r"[^a-z]+", text.lower())}
+    chosen = {split_of([word]) for text in filter_in for word in split_words(text)}
     for (split, by), found in splits.items():
         if split is None or len({each for each, _ in splits}) == 1 or split in chosen:
             continue
@@ -131,10 +132,8 @@ def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
     if urls.is_url(folder):
         return
     by_name, notes = {file.path: file for file in inventory.taken}, _notes(inventory)
-    for found in unfinished(folder, list(by_name), list(notes)):
-        hint = "make it whole, leave it out with --filter-out, or the note if it is wrong"
-        fault = InputError(found.words, where=printable(os.path.join(folder, found.where)), hint=hint)
-        yield fault, "not finished", [by_name[path] for path in found.files]
+    for fault, found in unfinished(folder, list(by_name), list(notes)):
+        yield fault, "not finished", [by_name[path] for path in found]
 
 
 def _wrong_checksums(folder: str, inventory: Inventory) -> _SetFaults:
@@ -298,7 +297,9 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
 def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> None:
     """Raise InputError that names the files of a written inventory that have other checksums than their lists say."""
     lines = {} if urls.is_url(folder) else _read_inventory(path)
-    listed = listed_checksums(folder, [name for name, line in lines.items() if line.get("why", "filters") != "filters"])
+    listed = listed_checksums(
+        folder, [name for name, line in lines.items() if line.get("why", FILTERED_OUT) != FILTERED_OUT]
+    )
     faults = checksum_faults(folder, {name: listed[name] for name in names if name in listed})
     if faults:
         raise combined_error([*faults.values()], "files have other checksums")

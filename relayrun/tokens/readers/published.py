@@ -7,6 +7,7 @@ A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
@@ -93,7 +94,8 @@ def _card_entries(folder: str, path: str) -> Iterator[tuple[str, str]]:
         _, front, _ = re.split(r"^---\s*$", Path(folder, path).read_text("utf-8"), maxsplit=2, flags=re.MULTILINE)
         for config in yaml.safe_load(front)["configs"]:
             for each in config["data_files"]:
-                yield from ((each["split"], entry) for entry in _strings(each["path"]))
+                entries = each["path"]
+                yield from ((each["split"], entry) for entry in ([entries] if isinstance(entries, str) else entries))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return
 
@@ -121,71 +123,69 @@ def _list_entries(folder: str, path: str) -> Iterator[tuple[str, str]]:
             yield words, value
 
 
-def _strings(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [each for each in value if isinstance(each, str)]
+Faults = Iterator[tuple[InputError, list[str]]]
 
 
-class Unfinished(NamedTuple):
-    words: str
-    where: str
-    files: list[str]
-
-
-def unfinished(folder: str, files: Sequence[str], others: Sequence[str]) -> Iterator[Unfinished]:
-    """Yield which of `files` are of a download, or of a job of Spark or datatrove, that has not ended, and files that
-    are missing. `others`: the paths of all other files."""
+def unfinished(folder: str, files: Sequence[str], others: Sequence[str]) -> Faults:
+    """Yield faults, each with those of `files` that it is about: of a download, or of a job of Spark or datatrove, that
+    has not ended. `others`: the paths of all other files."""
     notes = set(others)
     for file in files:
         if note := next((file + ending for ending in UNFINISHED if file + ending in notes), None):
-            yield Unfinished(f"{os.path.basename(note)} beside it says that its download has not ended", file, [file])
+            yield _fault(folder, file, f"{os.path.basename(note)} says that this download has not ended"), [file]
     yield from _spark_jobs(folder, files, others)
     for path in others:
         if os.path.basename(path) == "executor.json":
             yield from _datatrove_ranks(folder, path, files, others)
 
 
-def _spark_jobs(folder: str, files: Sequence[str], others: Sequence[str]) -> Iterator[Unfinished]:
+def _fault(folder: str, path: str, words: str) -> InputError:
+    hint = "fetch or write it again, or leave it out with --filter-out, or what says so if that is wrong"
+    return InputError(words, where=printable(os.path.join(folder, path)), hint=hint)
+
+
+def _spark_jobs(folder: str, files: Sequence[str], others: Sequence[str]) -> Faults:
     parts: dict[str, list[str]] = defaultdict(list)
     for file in files:
         if os.path.basename(file).startswith("part-"):
             parts[os.path.dirname(file)].append(file)
     ended = {os.path.dirname(path) for path in others if os.path.basename(path) == "_SUCCESS"}
     begun = {path.split("_temporary/")[0].rstrip("/") for path in others if "_temporary/" in path}
-    committed: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
-    for path in others:
-        if os.path.basename(path).startswith("_committed_"):
-            try:
-                lists = read_json(os.path.join(folder, path))
-                for kept, name in zip(committed[os.path.dirname(path)], ("added", "removed"), strict=True):
-                    kept.update(os.path.join(os.path.dirname(path), each) for each in lists[name])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
     for place, found in parts.items():
         has_ended = any(place == each or place.startswith(f"{each}/" if each else "") for each in ended)
         if place in begun or (ended and not has_ended):
-            yield Unfinished("the job of Spark that wrote these parts has not ended: no _SUCCESS", place, found)
-        elif place in committed:
-            added, removed = committed[place]
-            if loose := [each for each in found if "-tid-" in each and (each not in added or each in removed)]:
-                yield Unfinished("no list of committed parts (_committed_*) holds these parts", place, loose)
-    for place, (added, removed) in committed.items():
-        if gone := added - removed - set(files) - set(others):
-            words = f"{len(gone):,} parts that _committed_* lists are missing, {printable(min(gone))} for one"
-            yield Unfinished(words, place, parts.get(place, []))
+            yield _fault(folder, place, "the job of Spark that wrote these parts has not ended: no _SUCCESS"), found
+        lists = [path for path in others if path.startswith(os.path.join(place, "_committed_"))]
+        committed = _committed_parts(folder, place, lists)
+        if loose := [each for each in found if "-tid-" in each and each not in committed] if committed else []:
+            yield _fault(folder, place, "no list of committed parts (_committed_*) holds these parts"), loose
+        if gone := sorted(path for path in committed if not os.path.lexists(os.path.join(folder, path))):
+            yield _fault(folder, gone[0], f"{len(gone):,} committed parts of this folder are missing"), found
 
 
-def _datatrove_ranks(folder: str, path: str, files: Sequence[str], others: Sequence[str]) -> Iterator[Unfinished]:
+def _committed_parts(folder: str, place: str, lists: Iterable[str]) -> set[str]:
+    added: set[str] = set()
+    removed: set[str] = set()
+    for path in lists:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            parts = read_json(os.path.join(folder, path))
+            added.update(os.path.join(place, name) for name in parts["added"])
+            removed.update(os.path.join(place, name) for name in parts["removed"])
+    return added - removed
+
+
+def _datatrove_ranks(folder: str, path: str, files: Sequence[str], others: Sequence[str]) -> Faults:
     logs = os.path.dirname(path)
     done = {int(name) for each in others if (name := each.removeprefix(f"{logs}/completions/")).isdecimal()}
     try:
         ranks = set(range(read_json(os.path.join(folder, path))["world_size"])) - done if done else set()
     except (OSError, ValueError, KeyError, TypeError):
         return
-    above = os.path.dirname(logs)
-    output = re.compile(re.escape(f"{above}/" if above else "") + r"(?:.*/)?(\d{5})\.[^/]*")
+    above = os.path.join(os.path.dirname(logs), "")
+    output = re.compile(re.escape(above) + r"(?:.*/)?(\d{5})\.[^/]*")
     if found := [file for file in files if (match := output.fullmatch(file)) and int(match[1]) in ranks]:
         words = f"{len(ranks):,} ranks of this run of datatrove have not ended ({logs}/completions)"
-        yield Unfinished(words, os.path.dirname(found[0]), found)
+        yield _fault(folder, os.path.dirname(found[0]), words), found
 
 
 class ListedChecksum(NamedTuple):
@@ -237,9 +237,7 @@ def checksum_faults(folder: str, listed: dict[str, ListedChecksum]) -> dict[str,
     def fault(path: str) -> InputError | None:
         if _has_checksum(folder, path, listed[path]):
             return None
-        words = f"its {listed[path].kind} is not the one that {printable(listed[path].by)} lists"
-        hint = "fetch the file again, leave it out with --filter-out, or the list if the list is wrong"
-        return InputError(words, where=printable(os.path.join(folder, path)), hint=hint)
+        return _fault(folder, path, f"its {listed[path].kind} is not the one that {printable(listed[path].by)} lists")
 
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
         return {path: bad for path, bad in zip(listed, pool.map(fault, listed), strict=True) if bad is not None}
