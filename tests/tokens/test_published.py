@@ -113,7 +113,7 @@ def test_a_torn_end_is_refused_before_the_first_token_and_by_the_reader(
     tmp_path: Path, name: str, content: bytes
 ) -> None:
     data = write(tmp_path / "data", {name: content, "good.jsonl": text(0)})
-    with pytest.raises(InputError, match=rf"data/{name}: it may be torn"):
+    with pytest.raises(InputError, match=rf"data/{name}: .*it may be torn"):
         prepared(data)
     assert lines(data)[name]["why"] == "torn"
     assert prepared(data, filter_out=[name]) == ["good.jsonl"]

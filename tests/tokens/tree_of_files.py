@@ -1,5 +1,4 @@
 # ruff: noqa
-# fmt: off
 """A tree of about 5,000 small files as people leave text data for pretraining, with what is right for each.
 
 Made by somebody who did not know the rules of `relayrun dumps prepare`. `make_tree` writes it. An answer is `taken`,
@@ -41,23 +40,23 @@ ROOT = os.geteuid() == 0
 
 WORDS = {
     "noun": "harbour mill ledger orchard railway council lantern bakery river archive kitchen compass "
-            "glacier market violin furnace satellite library bridge notebook garden engine parish theatre "
-            "quarry telescope workshop cathedral reservoir timetable museum ferry loom vineyard clinic".split(),
+    "glacier market violin furnace satellite library bridge notebook garden engine parish theatre "
+    "quarry telescope workshop cathedral reservoir timetable museum ferry loom vineyard clinic".split(),
     "adj": "old narrow quiet local forgotten careful northern wooden bright damp expensive ordinary crowded "
-           "temporary municipal remarkable patient cheap provincial reliable stubborn early modest".split(),
+    "temporary municipal remarkable patient cheap provincial reliable stubborn early modest".split(),
     "verb": "repaired described measured abandoned opened painted catalogued sold inspected borrowed "
-            "rebuilt photographed closed mapped translated funded surveyed restored".split(),
+    "rebuilt photographed closed mapped translated funded surveyed restored".split(),
     "name": "Ada Marek Ingrid Tomas Leila Owen Priya Kofi Noor Henrik Sofia Jun Amara Pavel Clara Idris "
-            "Mei Rosa Stefan Yusuf".split(),
+    "Mei Rosa Stefan Yusuf".split(),
     "place": "Lund Porto Tartu Bergen Graz Leeds Cork Nantes Osaka Turin Gdynia Aarhus Split Bilbao Ghent "
-             "Halifax Perth Salta Busan".split(),
+    "Halifax Perth Salta Busan".split(),
 }
 TEMPLATES = {
     "en": [
         "{name} {verb} the {adj} {noun} in {place} before the winter of {year}.",
         "The {noun} was {adj}, and nobody in {place} had asked why.",
         "According to {name}, about {num} visitors saw the {noun} in {year}.",
-        "\"It is only a {adj} {noun},\" said {name}, \"but it is ours.\"",
+        '"It is only a {adj} {noun}," said {name}, "but it is ours."',
         "Between {year} and the present day the {adj} {noun} has been {verb} twice.",
         "What happens to a {noun} when the {adj} {noun} beside it is {verb}?",
         "They paid {num} crowns for the {noun}; the {noun} came free of charge.",
@@ -66,25 +65,43 @@ TEMPLATES = {
         "No {adj} account of the {noun} survives, although {name} {verb} one in {year}.",
         "Please note: the {noun} closes at 5 p.m. & the {noun} at 6 p.m.",
     ],
-    "de": ["{name} hat im Jahr {year} in {place} eine alte Mühle gekauft.",
-           "Die Straße nach {place} war wegen Schnee für {num} Tage gesperrt.",
-           "„Schön“, sagte {name}, „aber größer wäre besser.“",
-           "Über {num} Bürger unterschrieben den Antrag von {name}."],
-    "fr": ["En {year}, {name} a visité la bibliothèque de {place}.",
-           "L’été dernier, près de {num} élèves ont participé à la fête.",
-           "« Où est le marché ? » demanda {name}, déjà fatiguée.",
-           "Le pont de {place} a été reconstruit après la crue de {year}."],
-    "es": ["{name} escribió {num} páginas sobre la cocina de {place}.",
-           "¿Quién construyó el puente de {place} en {year}?",
-           "La señora {name} vendió la viña a su vecino por {num} pesos."],
-    "ru": ["В {year} году {name} переехала в {place} вместе с семьёй.",
-           "На рынке продали {num} килограммов яблок.",
-           "Старая мельница у реки давно закрыта."],
-    "ja": ["{year}年、{name}は{place}の図書館で働いていた。",
-           "川の近くに古い工場が{num}軒あった。", "冬になると、港はとても静かになる。"],
+    "de": [
+        "{name} hat im Jahr {year} in {place} eine alte Mühle gekauft.",
+        "Die Straße nach {place} war wegen Schnee für {num} Tage gesperrt.",
+        "„Schön“, sagte {name}, „aber größer wäre besser.“",
+        "Über {num} Bürger unterschrieben den Antrag von {name}.",
+    ],
+    "fr": [
+        "En {year}, {name} a visité la bibliothèque de {place}.",
+        "L’été dernier, près de {num} élèves ont participé à la fête.",
+        "« Où est le marché ? » demanda {name}, déjà fatiguée.",
+        "Le pont de {place} a été reconstruit après la crue de {year}.",
+    ],
+    "es": [
+        "{name} escribió {num} páginas sobre la cocina de {place}.",
+        "¿Quién construyó el puente de {place} en {year}?",
+        "La señora {name} vendió la viña a su vecino por {num} pesos.",
+    ],
+    "ru": [
+        "В {year} году {name} переехала в {place} вместе с семьёй.",
+        "На рынке продали {num} килограммов яблок.",
+        "Старая мельница у реки давно закрыта.",
+    ],
+    "ja": [
+        "{year}年、{name}は{place}の図書館で働いていた。",
+        "川の近くに古い工場が{num}軒あった。",
+        "冬になると、港はとても静かになる。",
+    ],
 }
-ODD = ["It’s 20 °C — “mild”, they say. ", "Tab\there. ", "emoji 🌍🚲 too. ", "soft\u00adhyphen. ",
-       "line\u2028separator. ", "next\u0085line. ", "C:\\temp\\new. "]
+ODD = [
+    "It’s 20 °C — “mild”, they say. ",
+    "Tab\there. ",
+    "emoji 🌍🚲 too. ",
+    "soft\u00adhyphen. ",
+    "line\u2028separator. ",
+    "next\u0085line. ",
+    "C:\\temp\\new. ",
+]
 SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -102,6 +119,7 @@ class Texts:
             if k == "num":
                 return str(rng.randrange(3, 9999))
             return rng.choice(WORDS[k])
+
         return SLOT.sub(put, rng.choice(TEMPLATES[lang]))
 
     def text(self, lang="en", lo=3, hi=11, flat=False):
@@ -118,11 +136,14 @@ class Texts:
     def doc(self, lang="en", flat=False, **more):
         self.count += 1
         rng = self.rng
-        return {"id": "%08x-%05d" % (rng.getrandbits(32), self.count),
-                "text": self.text(lang, flat=flat),
-                "url": "https://www.%s-%s.example/%s/%d" % (
-                    rng.choice(WORDS["adj"]), rng.choice(WORDS["noun"]), rng.choice(WORDS["noun"]), self.count),
-                "lang": lang, **more}
+        return {
+            "id": "%08x-%05d" % (rng.getrandbits(32), self.count),
+            "text": self.text(lang, flat=flat),
+            "url": "https://www.%s-%s.example/%s/%d"
+            % (rng.choice(WORDS["adj"]), rng.choice(WORDS["noun"]), rng.choice(WORDS["noun"]), self.count),
+            "lang": lang,
+            **more,
+        }
 
     def docs(self, lo, hi=None, lang="en", flat=False, **more):
         n = lo if hi is None else self.rng.randint(lo, hi)
@@ -130,6 +151,7 @@ class Texts:
 
 
 # --------------------------------------------------------------------------- encoders
+
 
 def gz(b, level=6):
     o = io.BytesIO()
@@ -190,8 +212,9 @@ def feath(docs, col="text", compression="lz4", extra=None):
 
 def arrow_stream(docs, batch=7):
     """As datasets' save_to_disk writes it: an IPC stream, 8 bytes of end mark last."""
-    t = table(docs).replace_schema_metadata({"huggingface": json.dumps(
-        {"info": {"features": {k: {"dtype": "string", "_type": "Value"} for k in docs[0]}}})})
+    t = table(docs).replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": {k: {"dtype": "string", "_type": "Value"} for k in docs[0]}}})}
+    )
     o = io.BytesIO()
     with pa.ipc.new_stream(o, t.schema) as w:
         for b in t.to_batches(max_chunksize=batch):
@@ -233,20 +256,27 @@ def warc_record(rng, kind, body, ctype, uri=None):
     h = ["WARC/1.0", "WARC-Type: " + kind]
     if uri:
         h.append("WARC-Target-URI: " + uri)
-    h += ["WARC-Date: 2023-03-2%dT0%d:12:45Z" % (rng.randrange(9), rng.randrange(9)),
-          "WARC-Record-ID: <urn:uuid:%s>" % uuid.UUID(int=rng.getrandbits(128)),
-          "Content-Type: " + ctype, "Content-Length: %d" % len(body)]
+    h += [
+        "WARC-Date: 2023-03-2%dT0%d:12:45Z" % (rng.randrange(9), rng.randrange(9)),
+        "WARC-Record-ID: <urn:uuid:%s>" % uuid.UUID(int=rng.getrandbits(128)),
+        "Content-Type: " + ctype,
+        "Content-Length: %d" % len(body),
+    ]
     return "\r\n".join(h).encode() + b"\r\n\r\n" + body + b"\r\n\r\n"
 
 
 def warcinfo(rng):
-    return warc_record(rng, "warcinfo", b"Software-Info: ia-web-commons\r\nisPartOf: CC-MAIN-2023-14\r\n",
-                       "application/warc-fields")
+    return warc_record(
+        rng, "warcinfo", b"Software-Info: ia-web-commons\r\nisPartOf: CC-MAIN-2023-14\r\n", "application/warc-fields"
+    )
 
 
 def wet(rng, docs):
-    return b"".join(gz(r) for r in [warcinfo(rng)] + [
-        warc_record(rng, "conversion", d["text"].encode(), "text/plain", d["url"]) for d in docs])
+    return b"".join(
+        gz(r)
+        for r in [warcinfo(rng)]
+        + [warc_record(rng, "conversion", d["text"].encode(), "text/plain", d["url"]) for d in docs]
+    )
 
 
 def warc(rng, docs):
@@ -254,21 +284,36 @@ def warc(rng, docs):
     for d in docs:
         html = "<html><body><p>%s</p></body></html>" % d["text"].replace("\n\n", "</p><p>")
         http = ("HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n" + html).encode()
-        out.append(gz(warc_record(rng, "request", b"GET / HTTP/1.1\r\n\r\n",
-                                  "application/http; msgtype=request", d["url"])))
+        out.append(
+            gz(warc_record(rng, "request", b"GET / HTTP/1.1\r\n\r\n", "application/http; msgtype=request", d["url"]))
+        )
         out.append(gz(warc_record(rng, "response", http, "application/http; msgtype=response", d["url"])))
     return b"".join(out)
 
 
 def wat(rng, docs):
-    return b"".join(gz(r) for r in [warcinfo(rng)] + [
-        warc_record(rng, "metadata", json.dumps({"Envelope": {"Payload-Metadata": {"url": d["url"]}}}).encode(),
-                    "application/json", d["url"]) for d in docs])
+    return b"".join(
+        gz(r)
+        for r in [warcinfo(rng)]
+        + [
+            warc_record(
+                rng,
+                "metadata",
+                json.dumps({"Envelope": {"Payload-Metadata": {"url": d["url"]}}}).encode(),
+                "application/json",
+                d["url"],
+            )
+            for d in docs
+        ]
+    )
 
 
 def hadoop_crc(b):
-    return b"crc\0" + struct.pack(">i", 512) + b"".join(
-        struct.pack(">I", zlib.crc32(b[i:i + 512])) for i in range(0, len(b), 512))
+    return (
+        b"crc\0"
+        + struct.pack(">i", 512)
+        + b"".join(struct.pack(">I", zlib.crc32(b[i : i + 512])) for i in range(0, len(b), 512))
+    )
 
 
 def sha(b):
@@ -285,10 +330,14 @@ THUMBS = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 500
 SWP = b"b0VIM 9.0\0\0\0\0\x10\0\0" + b"\0" * 500
 PDF = b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n1 0 obj<</Type/Catalog>>endobj\nstream\n\x80\x81\xfe\xff\0\x01\nendstream\n%%EOF\n"
 JPEG = b"\xff\xd8\xff\xe0\0\x10JFIF\0\x01\x01\0\0\x01\0\x01\0\0" + bytes(range(256)) + b"\xff\xd9"
-HTML_ERR = ("<!DOCTYPE html>\n<html><head><title>{c}</title></head><body><h1>{c}</h1>"
-            "<p>The resource could not be served. Please sign in and try again.</p></body></html>\n")
-GITATTR = b"*.parquet filter=lfs diff=lfs merge=lfs -text\n*.arrow filter=lfs diff=lfs merge=lfs -text\n" \
-          b"*.gz filter=lfs diff=lfs merge=lfs -text\n*.zst filter=lfs diff=lfs merge=lfs -text\n"
+HTML_ERR = (
+    "<!DOCTYPE html>\n<html><head><title>{c}</title></head><body><h1>{c}</h1>"
+    "<p>The resource could not be served. Please sign in and try again.</p></body></html>\n"
+)
+GITATTR = (
+    b"*.parquet filter=lfs diff=lfs merge=lfs -text\n*.arrow filter=lfs diff=lfs merge=lfs -text\n"
+    b"*.gz filter=lfs diff=lfs merge=lfs -text\n*.zst filter=lfs diff=lfs merge=lfs -text\n"
+)
 
 
 def pointer(b):
@@ -296,6 +345,7 @@ def pointer(b):
 
 
 # --------------------------------------------------------------------------- a data set
+
 
 class DS:
     all = []
@@ -315,9 +365,14 @@ class DS:
         assert rel not in self.seen, (self.folder, rel)
         self.seen.add(rel)
         answers = [answer] if isinstance(answer, str) else list(answer)
-        d = {"dataset": self.folder, "path": self.folder + "/" + rel, "kind": kind,
-             "answer": answers[0] if len(answers) == 1 else answers,
-             "documents": n if TAKEN in answers else 0, "why": why}
+        d = {
+            "dataset": self.folder,
+            "path": self.folder + "/" + rel,
+            "kind": kind,
+            "answer": answers[0] if len(answers) == 1 else answers,
+            "documents": n if TAKEN in answers else 0,
+            "why": why,
+        }
         if also:
             d["documents_also"] = also
         if group:
@@ -391,8 +446,13 @@ class DS:
 
     def txts(self, n, name, enc=lambda b: b, suffix=".txt", lang="en", folder="", **kw):
         for i in range(n):
-            self.take(folder + name(i) + suffix, enc((self.t.text(lang, 4, 18) + "\n").encode()), 1,
-                      "text file, one document", **kw)
+            self.take(
+                folder + name(i) + suffix,
+                enc((self.t.text(lang, 4, 18) + "\n").encode()),
+                1,
+                "text file, one document",
+                **kw,
+            )
 
     def hexid(self, n=40):
         return "%0*x" % (n, self.rng.getrandbits(4 * n))
@@ -405,6 +465,7 @@ def clean(folder, col="text"):
     def deco(f):
         CLEAN.append((folder, (), col, f))
         return f
+
     return deco
 
 
@@ -412,6 +473,7 @@ def troubled(folder, *troubles, col="text"):
     def deco(f):
         TROUBLED.append((folder, troubles, col, f))
         return f
+
     return deco
 
 
@@ -423,6 +485,7 @@ def slug(ds, i=None):
 
 # --------------------------------------------------------------------------- the clean ones
 
+
 @clean("cc-main-2023-14-wet")
 def _(d):
     paths = []
@@ -431,8 +494,13 @@ def _(d):
         for i in range(9):
             p = "segments/%s/wet/CC-MAIN-20230320083513-20230320113513-%05d.warc.wet.gz" % (s, i)
             docs = d.docs(6, 14)
-            d.take(p, wet(d.rng, docs), len(docs), "wet, a gzip member a record",
-                   "conversion records; the warcinfo record is no document")
+            d.take(
+                p,
+                wet(d.rng, docs),
+                len(docs),
+                "wet, a gzip member a record",
+                "conversion records; the warcinfo record is no document",
+            )
             paths.append("crawl-data/CC-MAIN-2023-14/" + p)
     d.meta("wet.paths.gz", gz("\n".join(paths).encode() + b"\n"), "list of paths", "paths, not text")
 
@@ -444,11 +512,17 @@ def _(d):
         docs = d.docs(5, 20)
         n += len(docs)
         p = "data/CC-MAIN-2024-10/000_%05d.parquet" % i
-        extra = {"token_count": pa.array([d.rng.randrange(50, 400) for _ in docs]),
-                 "language_score": pa.array([d.rng.random() for _ in docs])}
+        extra = {
+            "token_count": pa.array([d.rng.randrange(50, 400) for _ in docs]),
+            "language_score": pa.array([d.rng.random() for _ in docs]),
+        }
         b = d.take(p, parquet(docs, extra=extra, compression="zstd"), len(docs), "parquet")
-        d.meta(".cache/huggingface/download/%s.metadata" % p,
-               "%s\n%s\n%d.5\n" % (d.hexid(), sha(b), d.mtime), "hub download metadata", "hidden")
+        d.meta(
+            ".cache/huggingface/download/%s.metadata" % p,
+            "%s\n%s\n%d.5\n" % (d.hexid(), sha(b), d.mtime),
+            "hub download metadata",
+            "hidden",
+        )
         d.meta(".cache/huggingface/download/%s.lock" % p, b"", "hub lock", "hidden, empty")
     d.meta(".cache/huggingface/.gitignore", "*", "hub cache", "hidden")
     d.meta(".cache/huggingface/CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n", "hub cache", "hidden")
@@ -468,17 +542,38 @@ def hub(d, org, repo, files, commit, heldout=(), old=()):
         depth = "../" * (2 + path.count("/"))
         if h not in done:
             done.add(h)
-            d.put(blob, data, "hub blob", META, 0,
-                  "the snapshot's link points here; count it once" + (", held-out split" if held else ""), group=path)
+            d.put(
+                blob,
+                data,
+                "hub blob",
+                META,
+                0,
+                "the snapshot's link points here; count it once" + (", held-out split" if held else ""),
+                group=path,
+            )
         rel = base + "snapshots/%s/%s" % (commit, path)
         if n is None:
             d.link(rel, depth + "blobs/" + h, "link to a card", META, 0, "a card")
         elif held:
-            d.link(rel, depth + "blobs/" + h, "held-out split, link to a blob", REFUSED, 0,
-                   "a split other than train, and nothing was filtered", group=path)
+            d.link(
+                rel,
+                depth + "blobs/" + h,
+                "held-out split, link to a blob",
+                REFUSED,
+                0,
+                "a split other than train, and nothing was filtered",
+                group=path,
+            )
         else:
-            d.link(rel, depth + "blobs/" + h, "snapshot link to a blob", TAKEN, n,
-                   "the file people mean; its blob is the same bytes", group=path)
+            d.link(
+                rel,
+                depth + "blobs/" + h,
+                "snapshot link to a blob",
+                TAKEN,
+                n,
+                "the file people mean; its blob is the same bytes",
+                group=path,
+            )
     d.meta("version.txt", "1", "hub cache version", "a version number")
     return base
 
@@ -490,8 +585,9 @@ def _(d):
         docs = d.docs(8, 20)
         tot += len(docs)
         files.append(("data/train-%05d-of-00008.parquet" % i, parquet(docs), len(docs)))
-    card = ("---\nlicense: mit\ndataset_info:\n  splits:\n  - name: train\n    num_examples: %d\n---\n# essays\n"
-            % tot).encode()
+    card = (
+        "---\nlicense: mit\ndataset_info:\n  splits:\n  - name: train\n    num_examples: %d\n---\n# essays\n" % tot
+    ).encode()
     commit = d.hexid()
     hub(d, "quietlab", "essays", files + [("README.md", card, None)], commit)
     d.meta(".locks/datasets--quietlab--essays/%s.lock" % d.hexid(64), b"", "hub lock", "hidden, empty")
@@ -508,21 +604,59 @@ def save_to_disk(d, base, n_shards, split=None, skip_eos=(), cut=(), missing=())
         if i in missing:
             continue
         if i in skip_eos:
-            d.put(base + name, b[:-8], "torn arrow stream", REFUSED, 0,
-                  "the stream's end mark is gone: nobody can say that nothing else is", test="no eos")
+            d.put(
+                base + name,
+                b[:-8],
+                "torn arrow stream",
+                REFUSED,
+                0,
+                "the stream's end mark is gone: nobody can say that nothing else is",
+                test="no eos",
+            )
         elif i in cut:
-            d.put(base + name, b[:int(len(b) * d.rng.uniform(.5, .8))], "torn arrow stream", REFUSED, 0,
-                  "cut inside a batch", test="torn arrow")
+            d.put(
+                base + name,
+                b[: int(len(b) * d.rng.uniform(0.5, 0.8))],
+                "torn arrow stream",
+                REFUSED,
+                0,
+                "cut inside a batch",
+                test="torn arrow",
+            )
         else:
-            d.put(base + name, b, "arrow stream (save_to_disk)", [TAKEN, REFUSED, NAMED] if missing else TAKEN, len(docs),
-                  "whole, but state.json names another that is not here" if missing else "ordinary training data")
-    d.meta(base + "state.json", {"_data_files": files, "_fingerprint": d.hexid(16), "_format_columns": None,
-                                 "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
-                                 "_split": split}, "datasets' state that names a missing file" if missing else "datasets' state",
-           "the set is not whole" if missing else "not training text", [REFUSED, NAMED] if missing else META)
-    d.meta(base + "dataset_info.json", {
-        "citation": "", "description": "", "features": {"text": {"dtype": "string", "_type": "Value"}},
-        "splits": {"train": {"name": "train", "num_examples": tot}}}, "datasets' info")
+            d.put(
+                base + name,
+                b,
+                "arrow stream (save_to_disk)",
+                [TAKEN, REFUSED, NAMED] if missing else TAKEN,
+                len(docs),
+                "whole, but state.json names another that is not here" if missing else "ordinary training data",
+            )
+    d.meta(
+        base + "state.json",
+        {
+            "_data_files": files,
+            "_fingerprint": d.hexid(16),
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": split,
+        },
+        "datasets' state that names a missing file" if missing else "datasets' state",
+        "the set is not whole" if missing else "not training text",
+        [REFUSED, NAMED] if missing else META,
+    )
+    d.meta(
+        base + "dataset_info.json",
+        {
+            "citation": "",
+            "description": "",
+            "features": {"text": {"dtype": "string", "_type": "Value"}},
+            "splits": {"train": {"name": "train", "num_examples": tot}},
+        },
+        "datasets' info",
+    )
 
 
 @clean("saved-to-disk-flat")
@@ -543,8 +677,15 @@ def spark_parts(d, base, n, lo=3, hi=12, bad_crc=(), success=True):
         name = "part-%05d-%s-c000.snappy.parquet" % (i, u)
         b = parquet(docs)
         if i in bad_crc:
-            d.put(base + name, b, "spark part, crc differs", [REFUSED, NAMED], 0,
-                  "its .crc was made from other bytes", test="crc differs")
+            d.put(
+                base + name,
+                b,
+                "spark part, crc differs",
+                [REFUSED, NAMED],
+                0,
+                "its .crc was made from other bytes",
+                test="crc differs",
+            )
             c = hadoop_crc(parquet(d.docs(lo, hi)))
         else:
             d.take(base + name, b, len(docs), "spark parquet part")
@@ -569,8 +710,7 @@ def _(d):
     names = []
     for i in range(24):
         docs = d.docs(4, 14)
-        name = "part-%05d-tid-%s-%s-%d-1-c000.snappy.parquet" % (
-            i, tid, uuid.UUID(int=d.rng.getrandbits(128)), 100 + i)
+        name = "part-%05d-tid-%s-%s-%d-1-c000.snappy.parquet" % (i, tid, uuid.UUID(int=d.rng.getrandbits(128)), 100 + i)
         names.append(name)
         d.take(name, parquet(docs), len(docs), "spark parquet part")
     d.meta("_started_" + tid, b"", "spark marker")
@@ -602,8 +742,9 @@ def _(d):
 def _(d):
     for i in range(25):
         docs = d.docs(5, 15)
-        d.take("frame_%02d.jsonl" % i, jsonl(docs, ascii_=True).replace(b"/", b"\\/"), len(docs),
-               "pandas to_json lines")
+        d.take(
+            "frame_%02d.jsonl" % i, jsonl(docs, ascii_=True).replace(b"/", b"\\/"), len(docs), "pandas to_json lines"
+        )
         d.meta("frame_%02d.pkl" % i, pickle.dumps(docs), "pickle beside", "the same rows as the jsonl; never load it")
     d.meta("clean.ipynb", {"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, "notebook")
 
@@ -612,24 +753,43 @@ def datatrove(d, world, langs=(None,), torn=(), absent=(), unfinished=()):
     for r in range(world):
         lang = langs[r % len(langs)]
         rel = "output/%s%05d.jsonl.gz" % (lang + "/" if lang else "", r)
-        docs = [{"text": x["text"], "id": x["id"], "metadata": {"url": x["url"], "dump": "CC-MAIN-2023-50"}}
-                for x in d.docs(3, 12)]
+        docs = [
+            {"text": x["text"], "id": x["id"], "metadata": {"url": x["url"], "dump": "CC-MAIN-2023-50"}}
+            for x in d.docs(3, 12)
+        ]
         b = gz(jsonl(docs))
         if r in torn:
-            d.put(rel, b[:-8 - d.rng.randrange(0, 60)], "torn gzip", REFUSED, 0,
-                  "the task died while writing; the gzip has no end", test="torn gz")
+            d.put(
+                rel,
+                b[: -8 - d.rng.randrange(0, 60)],
+                "torn gzip",
+                REFUSED,
+                0,
+                "the task died while writing; the gzip has no end",
+                test="torn gz",
+            )
         elif r in unfinished:
-            d.put(rel, b, "output of an unfinished task", [REFUSED, NAMED], 0,
-                  "readable, but its rank has no completion: it may be part of a shard")
+            d.put(
+                rel,
+                b,
+                "output of an unfinished task",
+                [REFUSED, NAMED],
+                0,
+                "readable, but its rank has no completion: it may be part of a shard",
+            )
         elif r not in absent:
             d.take(rel, b, len(docs), "datatrove output")
         if r not in torn and r not in absent and r not in unfinished:
             d.meta("logs/completions/%05d" % r, b"", "completion marker", "empty marker")
-            d.meta("logs/stats/%05d.json" % r, [{"name": "Writer", "stats": {"documents": len(docs)}}],
-                   "task statistics")
+            d.meta(
+                "logs/stats/%05d.json" % r, [{"name": "Writer", "stats": {"documents": len(docs)}}], "task statistics"
+            )
         d.meta("logs/logs/task_%05d.log" % r, "2024-02-0%d | INFO | Executing rank=%d\n" % (1 + r % 8, r), "log")
-    d.meta("logs/executor.json", {"world_size": world, "pipeline": ["Reader", "Filter", "JsonlWriter"]},
-           "executor's settings")
+    d.meta(
+        "logs/executor.json",
+        {"world_size": world, "pipeline": ["Reader", "Filter", "JsonlWriter"]},
+        "executor's settings",
+    )
 
 
 @clean("datatrove-base-processing")
@@ -649,12 +809,14 @@ def _(d):
         d.put(store, b, "annexed object", META, 0, "hidden; the link outside is the file", group=rel)
         d.link(rel, "../" + store, "link into git-annex", TAKEN, len(docs), "the file people mean", group=rel)
     d.meta(".git/HEAD", "ref: refs/heads/main\n", "git")
-    d.meta(".datalad/config", "[datalad \"dataset\"]\n\tid = x\n", "datalad", "hidden")
+    d.meta(".datalad/config", '[datalad "dataset"]\n\tid = x\n', "datalad", "hidden")
 
 
-TITLES = ("Contest of Winds|Latest Letters|The Evaluator’s Niece|Medieval Roads|Testament of a Miller|"
-          "Développement durable|Öster om bron|Dvořák a řeka|Война у моста|雨の港|Retrieval of the Bell|"
-          "Devon Walks|A Trainee in Turin|Carnival").split("|")
+TITLES = (
+    "Contest of Winds|Latest Letters|The Evaluator’s Niece|Medieval Roads|Testament of a Miller|"
+    "Développement durable|Öster om bron|Dvořák a řeka|Война у моста|雨の港|Retrieval of the Bell|"
+    "Devon Walks|A Trainee in Turin|Carnival"
+).split("|")
 
 
 @clean("gutenberg-like-books")
@@ -664,8 +826,12 @@ def _(d):
         lang = "ru" if "В" in t else "ja" if "雨" in t else "en"
         d.take("%d - %s.txt" % (1000 + i, t), (d.t.text(lang, 8, 40) + "\n").encode(), 1, "text file, one document")
     d.meta("LICENSE", "Public domain.\n", "licence")
-    d.meta("SHA256SUMS", "".join("%s  %s\n" % (sha(b), k) for k, b in sorted(d.data.items()) if k != "LICENSE"),
-           "checksum list", "all of them match")
+    d.meta(
+        "SHA256SUMS",
+        "".join("%s  %s\n" % (sha(b), k) for k, b in sorted(d.data.items()) if k != "LICENSE"),
+        "checksum list",
+        "all of them match",
+    )
 
 
 @clean("medieval-letters-by-author")
@@ -743,8 +909,13 @@ def _(d):
 def _(d):
     for i in range(16):
         docs = [{"text": x["text"], "timestamp": "2019-04-25T12:57:54Z", "url": x["url"]} for x in d.docs(10, 30)]
-        d.take("en/c4-train.%05d-of-00016.json.gz" % i, gz(jsonl(docs)), len(docs), "json lines in gzip",
-               "a whole -of-16 set")
+        d.take(
+            "en/c4-train.%05d-of-00016.json.gz" % i,
+            gz(jsonl(docs)),
+            len(docs),
+            "json lines in gzip",
+            "a whole -of-16 set",
+        )
 
 
 @clean("subtitle-tsv")
@@ -758,8 +929,12 @@ def _(d):
 def _(d):
     for i in range(20):
         docs = d.docs(5, 20)
-        d.take("f/block%02d.feather" % i, feath(docs, compression=("lz4", "zstd", "uncompressed")[i % 3]),
-               len(docs), "feather")
+        d.take(
+            "f/block%02d.feather" % i,
+            feath(docs, compression=("lz4", "zstd", "uncompressed")[i % 3]),
+            len(docs),
+            "feather",
+        )
     for i in range(20):
         docs = d.docs(5, 20)
         d.take("p/block%02d.pq" % (20 + i), parquet(docs, index=True), len(docs), "parquet called .pq")
@@ -770,7 +945,7 @@ def _(d):
     for i in range(30):
         docs = d.docs(5, 20)
         b = jsonl(docs)
-        if i % 5 == 0:   # two frames, as pzstd or cat leave it
+        if i % 5 == 0:  # two frames, as pzstd or cat leave it
             h = b.index(b"\n", len(b) // 2 - 400) + 1
             d.take("reviews_%03d.jsonl.zstd" % i, zst(b[:h]) + zst(b[h:]), len(docs), "jsonl in two zstd frames")
         else:
@@ -779,11 +954,43 @@ def _(d):
 
 @clean("names as people type them")
 def _(d):
-    names = ["web[2024]/part 1", "web[2024]/part 2", "web[2024]/[final]", "all*", "what?", "it's", 'say "hi"',
-             "данные", "日本語コーパス", "emoji 🌍", "-rf", "--help", "x ", "100%20sure", "#hash", "{a,b}", "$HOME",
-             "`cmd`", "semi;colon", "win\\path", "a&b", "(copy of none)", "dots...many..dots", "tab\there",
-             "L" * 230, "сл" * 55, "長" * 75, "deep/er/and/de/ep/er/ag/ain/leaf", "comma,name", "=formula", "@at", "~tilde",
-             unicodedata.normalize("NFC", "café"), unicodedata.normalize("NFD", "café"), "web[2024] (1998 edition)"]
+    names = [
+        "web[2024]/part 1",
+        "web[2024]/part 2",
+        "web[2024]/[final]",
+        "all*",
+        "what?",
+        "it's",
+        'say "hi"',
+        "данные",
+        "日本語コーパス",
+        "emoji 🌍",
+        "-rf",
+        "--help",
+        "x ",
+        "100%20sure",
+        "#hash",
+        "{a,b}",
+        "$HOME",
+        "`cmd`",
+        "semi;colon",
+        "win\\path",
+        "a&b",
+        "(copy of none)",
+        "dots...many..dots",
+        "tab\there",
+        "L" * 230,
+        "сл" * 55,
+        "長" * 75,
+        "deep/er/and/de/ep/er/ag/ain/leaf",
+        "comma,name",
+        "=formula",
+        "@at",
+        "~tilde",
+        unicodedata.normalize("NFC", "café"),
+        unicodedata.normalize("NFD", "café"),
+        "web[2024] (1998 edition)",
+    ]
     for i, n in enumerate(names):
         docs = d.docs(3, 9)
         if i % 3 == 2 and len(n.encode()) < 240:
@@ -815,11 +1022,19 @@ def _(d):
         d.take("Export/DATA_%02d.JSONL" % i, jsonl(docs, eol="\r\n"), len(docs), "jsonl, CRLF, capitals")
     for i in range(15):
         docs = d.docs(3, 9)
-        d.take("Export/Tabelle %02d.csv" % i, csv_bytes(docs, index=False, bom=True, eol="\r\n"), len(docs),
-               "csv with a byte order mark")
+        d.take(
+            "Export/Tabelle %02d.csv" % i,
+            csv_bytes(docs, index=False, bom=True, eol="\r\n"),
+            len(docs),
+            "csv with a byte order mark",
+        )
     for i in range(30):
-        d.take("Texte/Brief %02d.TXT" % i,
-               b"\xef\xbb\xbf" + d.t.text("de").replace("\n", "\r\n").encode(), 1, "txt, BOM, CRLF")
+        d.take(
+            "Texte/Brief %02d.TXT" % i,
+            b"\xef\xbb\xbf" + d.t.text("de").replace("\n", "\r\n").encode(),
+            1,
+            "txt, BOM, CRLF",
+        )
     for i in range(6):
         docs = d.docs(3, 9)
         d.take("Export/OLD_%02d.JSONL.GZ" % i, gz(jsonl(docs)), len(docs), "capitals")
@@ -834,10 +1049,17 @@ def _(d):
     for i in range(30):
         docs = d.docs(3, 12)
         d.take("data/part-%02d.jsonl" % i, jsonl(docs), len(docs))
-        d.meta(".git/objects/%s/%s" % (d.hexid(2), d.hexid(38)), zlib.compress(b"blob 5\0hello"), "git object", "hidden")
-    for n, b in (("HEAD", "ref: refs/heads/main\n"), ("config", "[core]\n\tbare = false\n"),
-                 ("refs/heads/main", d.hexid() + "\n"), ("description", "Unnamed repository\n"),
-                 ("logs/HEAD", "0000 1111 someone <a@b.example> clone\n"), ("hooks/pre-commit.sample", "#!/bin/sh\n")):
+        d.meta(
+            ".git/objects/%s/%s" % (d.hexid(2), d.hexid(38)), zlib.compress(b"blob 5\0hello"), "git object", "hidden"
+        )
+    for n, b in (
+        ("HEAD", "ref: refs/heads/main\n"),
+        ("config", "[core]\n\tbare = false\n"),
+        ("refs/heads/main", d.hexid() + "\n"),
+        ("description", "Unnamed repository\n"),
+        ("logs/HEAD", "0000 1111 someone <a@b.example> clone\n"),
+        ("hooks/pre-commit.sample", "#!/bin/sh\n"),
+    ):
         d.meta(".git/" + n, b, "git", "hidden")
     d.meta(".github/workflows/ci.yml", "on: push\n", "ci", "hidden")
     d.meta(".gitignore", "*.tmp\n", "git")
@@ -886,13 +1108,23 @@ def _(d):
         rel = "corpus_%02d.jsonl" % i
         d.take(rel, jsonl(docs), len(docs))
         if i % 2:
-            d.meta(".ipynb_checkpoints/corpus_%02d-checkpoint.jsonl" % i, jsonl(docs[:2]), "notebook checkpoint", "hidden copy")
+            d.meta(
+                ".ipynb_checkpoints/corpus_%02d-checkpoint.jsonl" % i,
+                jsonl(docs[:2]),
+                "notebook checkpoint",
+                "hidden copy",
+            )
         if i % 5 == 0:
             d.meta(".Trash-1000/files/old_%02d.jsonl" % i, jsonl(d.docs(2, 4)), "trash", "thrown away, hidden")
             d.meta(".Trash-1000/info/old_%02d.jsonl.trashinfo" % i, "[Trash Info]\nPath=old\n", "trash", "hidden")
     for i in range(15):
         d.meta(".venv/lib/python3.11/site-packages/p/m%d.py" % i, "x = %d\n" % i, "virtual environment", "hidden")
-        d.meta(".venv/lib/python3.11/site-packages/p-%d.dist-info/LICENSE.txt" % i, "BSD\n", "virtual environment", "hidden")
+        d.meta(
+            ".venv/lib/python3.11/site-packages/p-%d.dist-info/LICENSE.txt" % i,
+            "BSD\n",
+            "virtual environment",
+            "hidden",
+        )
     d.meta(".hidden_notes.txt", "remember the milk\n", "hidden note", "hidden")
     d.meta("__pycache__/prep.cpython-311.pyc", b"\xa7\r\r\n" + b"\0" * 60, "python cache")
     d.meta("prep.py", "pass\n", "script")
@@ -912,8 +1144,12 @@ def _(d):
     for i in range(30):
         docs = [{"text": x["text"], "meta": {"arxiv_id": "2101.%05d" % d.rng.randrange(99999)}} for x in d.docs(5, 15)]
         d.take("arxiv_%s.jsonl" % uuid.UUID(int=d.rng.getrandbits(128)), jsonl(docs), len(docs))
-    d.meta("urls.txt", "".join("https://data.example/%d.jsonl\n" % i for i in range(30)), "list of urls",
-           "addresses, though it is a .txt")
+    d.meta(
+        "urls.txt",
+        "".join("https://data.example/%d.jsonl\n" % i for i in range(30)),
+        "list of urls",
+        "addresses, though it is a .txt",
+    )
     d.meta("download.log", "".join("%d saved\n" % i for i in range(30)), "log")
     d.sums("sha256sum.txt", over=[k for k in d.data if k.endswith(".jsonl")])
 
@@ -923,10 +1159,16 @@ def _(d):
     for c in ("default", "extra"):
         for i in range(15):
             docs = d.docs(10, 30)
-            ex = {"score": pa.array([d.rng.random() for _ in docs]),
-                  "tags": pa.array([["a", "b"][: d.rng.randrange(3)] for _ in docs], pa.list_(pa.string()))}
-            d.take("%s/train/%04d.parquet" % (c, i), parquet(docs, "content", "zstd", ex, 6), len(docs),
-                   "parquet, several row groups, nested columns")
+            ex = {
+                "score": pa.array([d.rng.random() for _ in docs]),
+                "tags": pa.array([["a", "b"][: d.rng.randrange(3)] for _ in docs], pa.list_(pa.string())),
+            }
+            d.take(
+                "%s/train/%04d.parquet" % (c, i),
+                parquet(docs, "content", "zstd", ex, 6),
+                len(docs),
+                "parquet, several row groups, nested columns",
+            )
 
 
 @clean("multilingual-configs")
@@ -937,22 +1179,33 @@ def _(d):
             docs = d.docs(4, 12, lang=lang)
             tot[lang] = tot.get(lang, 0) + len(docs)
             d.take("%s/train-%05d-of-00008.parquet" % (lang, i), parquet(docs), len(docs), "parquet")
-    y = "---\nconfigs:\n" + "".join("- config_name: %s\n  data_files:\n  - split: train\n    path: %s/train-*\n"
-                                    % (k, k) for k in tot) + "---\n# Six languages\n"
+    y = (
+        "---\nconfigs:\n"
+        + "".join("- config_name: %s\n  data_files:\n  - split: train\n    path: %s/train-*\n" % (k, k) for k in tot)
+        + "---\n# Six languages\n"
+    )
     d.meta("README.md", y, "dataset card")
     d.meta(".gitattributes", GITATTR, "git attributes", "hidden")
-    d.meta("dataset_infos.json", {k: {"splits": {"train": {"num_examples": v}}} for k, v in tot.items()}, "datasets' info")
+    d.meta(
+        "dataset_infos.json", {k: {"splits": {"train": {"num_examples": v}}} for k, v in tot.items()}, "datasets' info"
+    )
 
 
 @clean("batches-in-mixed-formats")
 def _(d):
     for i in range(54):
         docs = d.docs(4, 14)
-        ext, b = [(".jsonl.gz", lambda: gz(jsonl(docs))), (".jsonl.zst", lambda: zst(jsonl(docs))),
-                  (".parquet", lambda: parquet(docs)), (".jsonl", lambda: jsonl(docs)),
-                  (".jsonl.xz", lambda: xz(jsonl(docs))), (".jsonl.bz2", lambda: bz(jsonl(docs))),
-                  (".csv", lambda: csv_bytes(docs)), (".feather", lambda: feath(docs)),
-                  (".csv.gz", lambda: gz(csv_bytes(docs, index=False)))][i % 9]
+        ext, b = [
+            (".jsonl.gz", lambda: gz(jsonl(docs))),
+            (".jsonl.zst", lambda: zst(jsonl(docs))),
+            (".parquet", lambda: parquet(docs)),
+            (".jsonl", lambda: jsonl(docs)),
+            (".jsonl.xz", lambda: xz(jsonl(docs))),
+            (".jsonl.bz2", lambda: bz(jsonl(docs))),
+            (".csv", lambda: csv_bytes(docs)),
+            (".feather", lambda: feath(docs)),
+            (".csv.gz", lambda: gz(csv_bytes(docs, index=False))),
+        ][i % 9]
         d.take("batch_%03d%s" % (i, ext), b(), len(docs), "other documents in each")
 
 
@@ -988,24 +1241,43 @@ def _(d):
         else:
             d.take(rel, b, len(docs))
     for i in range(5):
-        d.put("plain/part-%05d.jsonl" % i, b"" if i == 2 else jsonl(d.docs(4)), "empty file" if i == 2 else "data",
-              [NAMED, LEFT, TAKEN] if i == 2 else TAKEN, 0 if i == 2 else 4,
-              "no bytes: an empty partition" if i == 2 else "ordinary training data")
+        d.put(
+            "plain/part-%05d.jsonl" % i,
+            b"" if i == 2 else jsonl(d.docs(4)),
+            "empty file" if i == 2 else "data",
+            [NAMED, LEFT, TAKEN] if i == 2 else TAKEN,
+            0 if i == 2 else 4,
+            "no bytes: an empty partition" if i == 2 else "ordinary training data",
+        )
     d.meta("_SUCCESS", b"", "spark marker")
     d.meta("pq/.keep", b"", "placeholder", "hidden")
 
 
 @clean("developer-blogs-latest")
 def _(d):
-    for n in ("contest_entries", "devices", "latest_posts", "interval", "protest_news", "attestations",
-              "evaluators_guild", "holdings", "trainspotting", "developers", "medieval", "greatest_hits"):
+    for n in (
+        "contest_entries",
+        "devices",
+        "latest_posts",
+        "interval",
+        "protest_news",
+        "attestations",
+        "evaluators_guild",
+        "holdings",
+        "trainspotting",
+        "developers",
+        "medieval",
+        "greatest_hits",
+    ):
         for i in range(3):
             docs = d.docs(3, 10)
-            d.take("%s_%d.jsonl.gz" % (n, i), gz(jsonl(docs)), len(docs), "data",
-                   "no split's name, only letters of one")
+            d.take(
+                "%s_%d.jsonl.gz" % (n, i), gz(jsonl(docs)), len(docs), "data", "no split's name, only letters of one"
+            )
 
 
 # --------------------------------------------------------------------------- the troubled ones
+
 
 @troubled("cc-2022-leftovers", "torn gzip (wet)", "warc and wat of the same pages beside")
 def _(d):
@@ -1015,14 +1287,28 @@ def _(d):
         stem = "CC-MAIN-20220116093137-20220116123137-%05d.warc" % i
         b = wet(d.rng, docs)
         if i in torn:
-            last = len(b) - d.rng.randrange(5, 120) if i == min(torn) else int(len(b) * d.rng.uniform(.4, .9)) + 3
-            d.put("wet/" + stem + ".wet.gz", b[:last], "torn gzip", REFUSED, 0,
-                  "cut while downloading, inside a gzip member", test="torn gz")
+            last = len(b) - d.rng.randrange(5, 120) if i == min(torn) else int(len(b) * d.rng.uniform(0.4, 0.9)) + 3
+            d.put(
+                "wet/" + stem + ".wet.gz",
+                b[:last],
+                "torn gzip",
+                REFUSED,
+                0,
+                "cut while downloading, inside a gzip member",
+                test="torn gz",
+            )
         else:
             d.take("wet/" + stem + ".wet.gz", b, len(docs), "wet")
         if i < 6:
-            d.put("warc/" + stem + ".gz", warc(d.rng, docs), "warc of the same pages", [NAMED, REFUSED], 0,
-                  "the html of pages whose text the wet files hold", group=stem)
+            d.put(
+                "warc/" + stem + ".gz",
+                warc(d.rng, docs),
+                "warc of the same pages",
+                [NAMED, REFUSED],
+                0,
+                "the html of pages whose text the wet files hold",
+                group=stem,
+            )
             d.put("wat/" + stem + ".wat.gz", wat(d.rng, docs), "wat metadata", META, 0, "link data, no text")
 
 
@@ -1032,7 +1318,15 @@ def _(d):
         docs = d.docs(8, 20)
         rel, b = "%02d.jsonl.zst" % i, zst(jsonl(docs), checksum=i % 2 == 0)
         if i in (11, 23):
-            d.put(rel, b[:int(len(b) * d.rng.uniform(.5, .95))], "torn zstd", REFUSED, 0, "the frame has no end", test="torn zst")
+            d.put(
+                rel,
+                b[: int(len(b) * d.rng.uniform(0.5, 0.95))],
+                "torn zstd",
+                REFUSED,
+                0,
+                "the frame has no end",
+                test="torn zst",
+            )
         elif i == 29:
             d.put(rel, b"", "empty file called .zst", [REFUSED, NAMED], 0, "no frame at all: nothing arrived")
         else:
@@ -1041,10 +1335,26 @@ def _(d):
         docs = d.docs(8, 20)
         rel, b = "extra_%02d.jsonl" % i, jsonl(docs)
         if i == 5:
-            d.put(rel, b[:-d.rng.randrange(60, 200)], "torn jsonl", REFUSED, 0, "the last line stops in its middle", test="torn jsonl")
+            d.put(
+                rel,
+                b[: -d.rng.randrange(60, 200)],
+                "torn jsonl",
+                REFUSED,
+                0,
+                "the last line stops in its middle",
+                test="torn jsonl",
+            )
         elif i == 9:
             h = len(b) * 2 // 3
-            d.put(rel, b[:h] + b"\0" * (len(b) - h), "zeros in a jsonl", REFUSED, 0, "full size, zeros for its end", test="torn jsonl")
+            d.put(
+                rel,
+                b[:h] + b"\0" * (len(b) - h),
+                "zeros in a jsonl",
+                REFUSED,
+                0,
+                "full size, zeros for its end",
+                test="torn jsonl",
+            )
         else:
             d.take(rel, b, len(docs))
 
@@ -1061,21 +1371,63 @@ def _(d):
         rel, b = "web-%04d.jsonl.gz" % i, gz(jsonl(docs))
         if i in (4, 12, 20, 28, 36):
             s = {4: ".part", 12: ".incomplete", 20: ".tmp", 28: ".crdownload", 36: ".filepart"}[i]
-            d.put(rel + s, b[:int(len(b) * d.rng.uniform(.2, .9))], "unfinished download", [REFUSED, NAMED], 0,
-                  "the whole file is not here", group=rel, test="torn gz")
+            d.put(
+                rel + s,
+                b[: int(len(b) * d.rng.uniform(0.2, 0.9))],
+                "unfinished download",
+                [REFUSED, NAMED],
+                0,
+                "the whole file is not here",
+                group=rel,
+                test="torn gz",
+            )
         elif i == 17:
             h = len(b) // 2
-            d.put(rel, b[:h] + b"\0" * (len(b) - h), "preallocated download", REFUSED, 0,
-                  "full size, but its second half is zeros; aria2 was not done", test="torn gz")
-            d.meta(rel + ".aria2", b"\0\x01\0\0\0\0" + b"\0" * 40, "aria2 control file", "says that the file beside is unfinished")
+            d.put(
+                rel,
+                b[:h] + b"\0" * (len(b) - h),
+                "preallocated download",
+                REFUSED,
+                0,
+                "full size, but its second half is zeros; aria2 was not done",
+                test="torn gz",
+            )
+            d.meta(
+                rel + ".aria2",
+                b"\0\x01\0\0\0\0" + b"\0" * 40,
+                "aria2 control file",
+                "says that the file beside is unfinished",
+            )
         else:
             d.take(rel, b, len(docs))
             if i == 8:
-                d.put(rel + ".part", b[:100], "stale partial download", [NAMED, LEFT, REFUSED], 0, "the whole file is beside it")
+                d.put(
+                    rel + ".part",
+                    b[:100],
+                    "stale partial download",
+                    [NAMED, LEFT, REFUSED],
+                    0,
+                    "the whole file is beside it",
+                )
             if i == 30:
-                d.put(rel + ".1", b, "wget's second copy", [NAMED, REFUSED], 0, "the same bytes as the file beside", group=rel)
+                d.put(
+                    rel + ".1",
+                    b,
+                    "wget's second copy",
+                    [NAMED, REFUSED],
+                    0,
+                    "the same bytes as the file beside",
+                    group=rel,
+                )
             if i == 33:
-                d.put("." + rel + ".Xa81bC", b[:200], "rsync's temporary file", META, 0, "hidden; the whole file is beside it")
+                d.put(
+                    "." + rel + ".Xa81bC",
+                    b[:200],
+                    "rsync's temporary file",
+                    META,
+                    0,
+                    "hidden; the whole file is beside it",
+                )
 
 
 @troubled("suffixes-lie", "wrong suffix (compression)", "zip called .gz")
@@ -1085,16 +1437,43 @@ def _(d):
         j = jsonl(docs)
         why = "its bytes are not what its name says; read by its magic it is whole"
         if i in (3, 14):
-            d.put("a/%02d.jsonl" % i, gz(j), "gzip called .jsonl", [REFUSED, NAMED, TAKEN], len(docs), why, test="is gz")
+            d.put(
+                "a/%02d.jsonl" % i, gz(j), "gzip called .jsonl", [REFUSED, NAMED, TAKEN], len(docs), why, test="is gz"
+            )
         elif i in (7, 25):
-            d.put("a/%02d.jsonl.gz" % i, j, "plain text called .gz", [REFUSED, NAMED, TAKEN], len(docs), why, test="not gz")
+            d.put(
+                "a/%02d.jsonl.gz" % i,
+                j,
+                "plain text called .gz",
+                [REFUSED, NAMED, TAKEN],
+                len(docs),
+                why,
+                test="not gz",
+            )
         elif i == 18:
-            d.put("a/%02d.jsonl.zst" % i, gz(j), "gzip called .zst", [REFUSED, NAMED, TAKEN], len(docs), why, test="is gz")
+            d.put(
+                "a/%02d.jsonl.zst" % i, gz(j), "gzip called .zst", [REFUSED, NAMED, TAKEN], len(docs), why, test="is gz"
+            )
         elif i == 21:
-            d.put("a/%02d.json" % i, parquet(docs), "parquet called .json", [REFUSED, NAMED, TAKEN], len(docs), why, test="is parquet")
+            d.put(
+                "a/%02d.json" % i,
+                parquet(docs),
+                "parquet called .json",
+                [REFUSED, NAMED, TAKEN],
+                len(docs),
+                why,
+                test="is parquet",
+            )
         elif i in (29, 33):
-            d.put("a/%02d.jsonl.gz" % i, zip_bytes([("%02d.jsonl" % i, j)]), "zip called .gz", [REFUSED, NAMED], 0,
-                  "a zip, and zips hold anything", test="is zip")
+            d.put(
+                "a/%02d.jsonl.gz" % i,
+                zip_bytes([("%02d.jsonl" % i, j)]),
+                "zip called .gz",
+                [REFUSED, NAMED],
+                0,
+                "a zip, and zips hold anything",
+                test="is zip",
+            )
         else:
             d.take("a/%02d.jsonl%s" % (i, ".gz" if i % 2 else ""), gz(j) if i % 2 else j, len(docs))
 
@@ -1105,21 +1484,51 @@ def _(d):
         docs = d.docs(5, 15)
         rel = "data/part.%d.parquet" % i
         if i in (6, 22):
-            d.put(rel, HTML_ERR.format(c=d.rng.choice(["403 Forbidden", "502 Bad Gateway"])).encode(),
-                  "html called .parquet", REFUSED, 0, "an error page, not data", test="html")
+            d.put(
+                rel,
+                HTML_ERR.format(c=d.rng.choice(["403 Forbidden", "502 Bad Gateway"])).encode(),
+                "html called .parquet",
+                REFUSED,
+                0,
+                "an error page, not data",
+                test="html",
+            )
         elif i == 31:
-            d.put(rel, b'{"error":"Repository is gated. You must be authenticated to access it."}', "json called .parquet",
-                  REFUSED, 0, "an error message, not data", test="not parquet")
+            d.put(
+                rel,
+                b'{"error":"Repository is gated. You must be authenticated to access it."}',
+                "json called .parquet",
+                REFUSED,
+                0,
+                "an error message, not data",
+                test="not parquet",
+            )
         elif i == 35:
-            d.put(rel, b"", "empty parquet", [REFUSED, NAMED], 0, "no bytes: not a parquet of no rows", test="not parquet")
+            d.put(
+                rel, b"", "empty parquet", [REFUSED, NAMED], 0, "no bytes: not a parquet of no rows", test="not parquet"
+            )
         else:
             d.take(rel, parquet(docs), len(docs), "parquet")
     docs = d.docs(5, 15)
     d.take("more/x0.jsonl.gz", gz(jsonl(docs)), len(docs))
-    d.put("more/x1.jsonl.gz", HTML_ERR.format(c="Sign in").encode(), "html called .jsonl.gz", REFUSED, 0,
-          "a login page", test="html")
-    d.put("more/x2.txt", HTML_ERR.format(c="404 Not Found").encode(), "html error page called .txt", [REFUSED, NAMED], 0,
-          "an error page as a document", test="html")
+    d.put(
+        "more/x1.jsonl.gz",
+        HTML_ERR.format(c="Sign in").encode(),
+        "html called .jsonl.gz",
+        REFUSED,
+        0,
+        "a login page",
+        test="html",
+    )
+    d.put(
+        "more/x2.txt",
+        HTML_ERR.format(c="404 Not Found").encode(),
+        "html error page called .txt",
+        [REFUSED, NAMED],
+        0,
+        "an error page as a document",
+        test="html",
+    )
     d.txts(12, lambda i: "more/t%02d" % i)
 
 
@@ -1138,24 +1547,51 @@ def _(d):
     files.append((".gitattributes", GITATTR, None))
     base = hub(d, "opentales", "stories", files, commit, held)
     for p, b, n in files[:5]:
-        d.link(base + "snapshots/%s/%s" % (old, p), "../../../blobs/" + sha(b), "link of an older revision",
-               [LEFT, NAMED, REFUSED], 0, "the same blob as in the newer revision", group=p)
+        d.link(
+            base + "snapshots/%s/%s" % (old, p),
+            "../../../blobs/" + sha(b),
+            "link of an older revision",
+            [LEFT, NAMED, REFUSED],
+            0,
+            "the same blob as in the newer revision",
+            group=p,
+        )
     b = parquet(d.docs(6))
     d.put(base + "blobs/" + sha(b), b, "hub blob of an older revision", META, 0, "only the older revision has it")
-    d.link(base + "snapshots/%s/data/train-00005-of-00008.parquet" % old, "../../../blobs/" + sha(b),
-           "link of an older revision", [REFUSED, NAMED, LEFT], 0, "other bytes than refs/main's file of that name")
+    d.link(
+        base + "snapshots/%s/data/train-00005-of-00008.parquet" % old,
+        "../../../blobs/" + sha(b),
+        "link of an older revision",
+        [REFUSED, NAMED, LEFT],
+        0,
+        "other bytes than refs/main's file of that name",
+    )
 
 
 @troubled("two-uploads-mixed", "mixed -of-N sets")
 def _(d):
     rows = d.docs(160)
     for i in (0, 1, 3, 4, 6):
-        d.put("data/train-%05d-of-00008.parquet" % i, parquet(rows[i * 15:(i + 1) * 15]), "leftover of an -of-8 set", REFUSED, 0,
-              "five of eight, from an upload that another replaced", group="-of-00008")
+        d.put(
+            "data/train-%05d-of-00008.parquet" % i,
+            parquet(rows[i * 15 : (i + 1) * 15]),
+            "leftover of an -of-8 set",
+            REFUSED,
+            0,
+            "five of eight, from an upload that another replaced",
+            group="-of-00008",
+        )
     for i in range(6):
-        r = rows[i * 26:(i + 1) * 26]
-        d.put("data/train-%05d-of-00006.parquet" % i, parquet(r), "whole -of-6 set beside leftovers", [REFUSED, TAKEN], len(r),
-              "a whole set, but many of its rows are in the other set too", group="-of-00006")
+        r = rows[i * 26 : (i + 1) * 26]
+        d.put(
+            "data/train-%05d-of-00006.parquet" % i,
+            parquet(r),
+            "whole -of-6 set beside leftovers",
+            [REFUSED, TAKEN],
+            len(r),
+            "a whole set, but many of its rows are in the other set too",
+            group="-of-00006",
+        )
     d.readme({"train": 156})
     d.meta(".gitattributes", GITATTR, "git attributes", "hidden")
 
@@ -1166,9 +1602,15 @@ def _(d):
         for i in range(n):
             docs = d.docs(5, 15)
             if i not in gone:
-                d.put("%s/train-%05d-of-%05d.jsonl.zst" % (s, i, n), zst(jsonl(docs)), "shard of an incomplete set",
-                      [REFUSED, NAMED], 0, "whole itself, but of %d shards %d are not here" % (n, len(gone)),
-                      group="%s-of-%05d" % (s, n))
+                d.put(
+                    "%s/train-%05d-of-%05d.jsonl.zst" % (s, i, n),
+                    zst(jsonl(docs)),
+                    "shard of an incomplete set",
+                    [REFUSED, NAMED],
+                    0,
+                    "whole itself, but of %d shards %d are not here" % (n, len(gone)),
+                    group="%s-of-%05d" % (s, n),
+                )
     for i in range(20):
         docs = d.docs(5, 15)
         d.take("news/train-%05d-of-00020.jsonl.zst" % i, zst(jsonl(docs)), len(docs), why="a whole -of-20 set")
@@ -1180,7 +1622,15 @@ def _(d):
         docs = d.docs(4, 12)
         rel, b = "part_%03d.jsonl.gz" % i, gz(jsonl(docs))
         if i in (13, 47):
-            d.put(rel, b, "checksum differs", REFUSED, 0, "readable, but not the bytes that SHA256SUMS promises", test="sum differs")
+            d.put(
+                rel,
+                b,
+                "checksum differs",
+                REFUSED,
+                0,
+                "readable, but not the bytes that SHA256SUMS promises",
+                test="sum differs",
+            )
         else:
             d.take(rel, b, len(docs))
     d.sums("SHA256SUMS", wrong=("part_013.jsonl.gz", "part_047.jsonl.gz"))
@@ -1195,8 +1645,14 @@ def _(d):
             d.put(rel, b, "checksum differs", REFUSED, 0, "not the bytes that its .md5 promises", test="sum differs")
             d.meta(rel + ".md5", "%s *%s\n" % (md5(b + b" "), rel), "checksum", "does not match")
         elif i == 40:
-            d.put(rel + ".md5", ("%s *%s\n" % (md5(b), rel)).encode(), "checksum without its file", [REFUSED, NAMED], 0,
-                  "the file that it is about is missing")
+            d.put(
+                rel + ".md5",
+                ("%s *%s\n" % (md5(b), rel)).encode(),
+                "checksum without its file",
+                [REFUSED, NAMED],
+                0,
+                "the file that it is about is missing",
+            )
         elif i == 52:
             d.put(rel, b, "file without a checksum", [NAMED, TAKEN, REFUSED], 1, "the only one that nobody signed")
         else:
@@ -1209,8 +1665,15 @@ def _(d):
     d.txts(150, lambda i: "articles/%s" % slug(d, i))
     for f, n in (("eval", 35), ("dev", 35), ("heldout", 30)):
         for i in range(n):
-            d.put("%s/%s.txt" % (f, slug(d, i)), d.t.text().encode(), "held out by its folder", REFUSED, 0,
-                  "in %s/, and nothing was filtered" % f, group=f)
+            d.put(
+                "%s/%s.txt" % (f, slug(d, i)),
+                d.t.text().encode(),
+                "held out by its folder",
+                REFUSED,
+                0,
+                "in %s/, and nothing was filtered" % f,
+                group=f,
+            )
 
 
 @troubled("splits-by-file-name", "held-out files by name")
@@ -1221,9 +1684,14 @@ def _(d):
     for n in ("latest", "devices", "contest"):
         docs = d.docs(4, 12)
         d.take(n + ".jsonl", jsonl(docs), len(docs), why="no split's name, only letters of one")
-    for n, b in (("valid.jsonl", jsonl(d.docs(6))), ("test_split.parquet", parquet(d.docs(6))),
-                 ("holdout.jsonl.gz", gz(jsonl(d.docs(6)))), ("dev-00000-of-00001.parquet", parquet(d.docs(6))),
-                 ("validation.csv", csv_bytes(d.docs(6))), ("chunk_test.jsonl", jsonl(d.docs(6)))):
+    for n, b in (
+        ("valid.jsonl", jsonl(d.docs(6))),
+        ("test_split.parquet", parquet(d.docs(6))),
+        ("holdout.jsonl.gz", gz(jsonl(d.docs(6)))),
+        ("dev-00000-of-00001.parquet", parquet(d.docs(6))),
+        ("validation.csv", csv_bytes(d.docs(6))),
+        ("chunk_test.jsonl", jsonl(d.docs(6))),
+    ):
         d.put(n, b, "held out by its name", REFUSED, 0, "its name says another split")
 
 
@@ -1237,8 +1705,10 @@ def _(d):
             d.put(n, parquet(docs), "held out by the card", REFUSED, 0, "README.md lists it under %s" % held[n])
         else:
             d.take(n, parquet(docs), len(docs), "parquet")
-    d.readme(data_files=[("train", [n for n in names if n not in held])] + [
-        (s, [n for n in names if held.get(n) == s]) for s in ("validation", "test")])
+    d.readme(
+        data_files=[("train", [n for n in names if n not in held])]
+        + [(s, [n for n in names if held.get(n) == s]) for s in ("validation", "test")]
+    )
 
 
 @troubled("lists-of-heldout-files", "held-out files by the publisher's lists")
@@ -1261,8 +1731,12 @@ def _(d):
             d.put(rel, d.t.text().encode(), "held out by a list", REFUSED, 0, "heldout_files.txt lists it")
         else:
             d.take(rel, d.t.text().encode(), 1, "text file, one document")
-    d.meta("heldout_files.txt", "# never train on these\n" + "".join("texts/doc_%03d.txt\n" % i for i in sorted(h2)),
-           "publisher's list of held-out files", "a list of files, though it is a .txt")
+    d.meta(
+        "heldout_files.txt",
+        "# never train on these\n" + "".join("texts/doc_%03d.txt\n" % i for i in sorted(h2)),
+        "publisher's list of held-out files",
+        "a list of files, though it is a .txt",
+    )
 
 
 @troubled("copies-of-copies", "the same content under two names", "hard links")
@@ -1270,11 +1744,18 @@ def _(d):
     for i in range(40):
         docs = d.docs(4, 12)
         rel, b = "crawl_%02d.jsonl" % i, jsonl(docs)
-        twin = {3: "crawl_03 (1).jsonl", 9: "Copy of crawl_09.jsonl", 15: "mirror/crawl_15.jsonl",
-                22: "crawl_22 - Copy.jsonl", 27: "zz_unrelated_name.jsonl"}.get(i)
+        twin = {
+            3: "crawl_03 (1).jsonl",
+            9: "Copy of crawl_09.jsonl",
+            15: "mirror/crawl_15.jsonl",
+            22: "crawl_22 - Copy.jsonl",
+            27: "zz_unrelated_name.jsonl",
+        }.get(i)
         hard = {30: "by-date/2021/a.jsonl", 31: "by-date/2021/b.jsonl"}.get(i)
         if twin or hard:
-            d.put(rel, b, "one of two copies", [TAKEN, NAMED, REFUSED], len(docs), "also at " + (twin or hard), group=rel)
+            d.put(
+                rel, b, "one of two copies", [TAKEN, NAMED, REFUSED], len(docs), "also at " + (twin or hard), group=rel
+            )
             if twin:
                 d.put(twin, b, "second copy", [NAMED, REFUSED, LEFT], 0, "the same bytes as " + rel, group=rel)
             else:
@@ -1284,10 +1765,24 @@ def _(d):
     for i in range(10):
         docs = d.docs(4, 12)
         older = docs[:-2]
-        d.put("data_old/set_%d.jsonl" % i, jsonl(older), "older copy in a folder called old", [NAMED, REFUSED], 0,
-              "nearly the rows of data/set_%d.jsonl" % i, group="set_%d" % i)
-        d.put("data/set_%d.jsonl" % i, jsonl(docs), "newer copy", [TAKEN, NAMED, REFUSED], len(docs),
-              "data_old/ has an older copy", group="set_%d" % i)
+        d.put(
+            "data_old/set_%d.jsonl" % i,
+            jsonl(older),
+            "older copy in a folder called old",
+            [NAMED, REFUSED],
+            0,
+            "nearly the rows of data/set_%d.jsonl" % i,
+            group="set_%d" % i,
+        )
+        d.put(
+            "data/set_%d.jsonl" % i,
+            jsonl(docs),
+            "newer copy",
+            [TAKEN, NAMED, REFUSED],
+            len(docs),
+            "data_old/ has an older copy",
+            group="set_%d" % i,
+        )
 
 
 @troubled("recompressed-half-way", "the same jsonl as gz, zst and plain")
@@ -1296,10 +1791,28 @@ def _(d):
         docs = d.docs(4, 12)
         stem, j = "books_%03d.jsonl" % i, jsonl(docs)
         if i % 7 == 2:
-            d.put(stem + ".gz", gz(j), "one of two compressions", [TAKEN, NAMED, REFUSED], len(docs), "also as .zst", group=stem)
-            d.put(stem + ".zst", zst(j), "recompressed copy", [REFUSED, NAMED], 0, "the same jsonl as the .gz", group=stem)
+            d.put(
+                stem + ".gz",
+                gz(j),
+                "one of two compressions",
+                [TAKEN, NAMED, REFUSED],
+                len(docs),
+                "also as .zst",
+                group=stem,
+            )
+            d.put(
+                stem + ".zst", zst(j), "recompressed copy", [REFUSED, NAMED], 0, "the same jsonl as the .gz", group=stem
+            )
         elif i % 7 == 5:
-            d.put(stem + ".gz", gz(j), "compressed copy", [REFUSED, NAMED], 0, "the same jsonl as the plain file", group=stem)
+            d.put(
+                stem + ".gz",
+                gz(j),
+                "compressed copy",
+                [REFUSED, NAMED],
+                0,
+                "the same jsonl as the plain file",
+                group=stem,
+            )
             d.put(stem, j, "plain beside compressed", [TAKEN, NAMED, REFUSED], len(docs), "also as .gz", group=stem)
         else:
             d.take(stem + ".gz", gz(j), len(docs))
@@ -1311,12 +1824,28 @@ def _(d):
         docs = d.docs(5, 12)
         rel, b = "data/train-%05d-of-00040.parquet" % i, parquet(docs)
         if i % 4 == 1:
-            d.put(rel, pointer(b), "LFS pointer called .parquet", REFUSED, 0, "three lines of text in place of the data", test="pointer")
+            d.put(
+                rel,
+                pointer(b),
+                "LFS pointer called .parquet",
+                REFUSED,
+                0,
+                "three lines of text in place of the data",
+                test="pointer",
+            )
         else:
             d.take(rel, b, len(docs), "parquet")
     b = jsonl(d.docs(5))
     for n in ("extra.jsonl", "extra_notes.txt"):
-        d.put(n, pointer(b), "LFS pointer called " + os.path.splitext(n)[1], REFUSED, 0, "a pointer, not data", test="pointer")
+        d.put(
+            n,
+            pointer(b),
+            "LFS pointer called " + os.path.splitext(n)[1],
+            REFUSED,
+            0,
+            "a pointer, not data",
+            test="pointer",
+        )
     d.meta(".gitattributes", GITATTR, "git attributes", "hidden")
     d.meta(".git/HEAD", "ref: refs/heads/main\n", "git", "hidden")
     d.readme()
@@ -1328,19 +1857,42 @@ def _(d):
     for i in range(15):
         b = parquet(d.docs(4, 10))
         name = "part-%05d-%s-c000.snappy.parquet" % (i, u)
-        d.put("run1/" + name, b, "part of a job without _SUCCESS", [REFUSED, NAMED], 0, "the job did not end; parts may be missing",
-              group="run1")
+        d.put(
+            "run1/" + name,
+            b,
+            "part of a job without _SUCCESS",
+            [REFUSED, NAMED],
+            0,
+            "the job did not end; parts may be missing",
+            group="run1",
+        )
         d.meta("run1/.%s.crc" % name, hadoop_crc(b), "hadoop crc", "hidden")
     for i in range(15, 24):
-        d.put("run1/_temporary/0/_temporary/attempt_202403011200_0001_m_%06d_0/part-%05d-%s-c000.snappy.parquet" % (i, i, u),
-              parquet(d.docs(4, 10))[:-30], "task attempt, torn", META, 0, "in _temporary, never committed", test="not parquet")
+        d.put(
+            "run1/_temporary/0/_temporary/attempt_202403011200_0001_m_%06d_0/part-%05d-%s-c000.snappy.parquet"
+            % (i, i, u),
+            parquet(d.docs(4, 10))[:-30],
+            "task attempt, torn",
+            META,
+            0,
+            "in _temporary, never committed",
+            test="not parquet",
+        )
     tid, bad, names = str(d.rng.randrange(10**18, 9 * 10**18)), str(d.rng.randrange(10**18, 9 * 10**18)), []
     for i in range(20):
         t = bad if i >= 18 else tid
         docs = d.docs(4, 10)
         name = "part-%05d-tid-%s-c000.snappy.parquet" % (i, t)
         if t == bad:
-            d.put("run2/" + name, parquet(docs), "uncommitted part", [REFUSED, NAMED], 0, "no _committed_ file lists it", group="run2")
+            d.put(
+                "run2/" + name,
+                parquet(docs),
+                "uncommitted part",
+                [REFUSED, NAMED],
+                0,
+                "no _committed_ file lists it",
+                group="run2",
+            )
         else:
             names.append(name)
             d.take("run2/" + name, parquet(docs), len(docs), "committed part")
@@ -1357,27 +1909,44 @@ def _(d):
         docs = d.docs(5, 12)
         rel, b = "late/extra_%02d.pq" % i, parquet(docs)
         if i == 13:
-            d.put(rel, b[:len(b) * 2 // 3], "torn parquet", REFUSED, 0, "no footer", test="not parquet")
+            d.put(rel, b[: len(b) * 2 // 3], "torn parquet", REFUSED, 0, "no footer", test="not parquet")
         else:
             d.take(rel, b, len(docs), "parquet called .pq")
 
 
 @troubled("shared-disk-permissions", "files and a folder that cannot be read", "fifos and sockets")
 def _(d):
-    can = ([TAKEN] if ROOT else [])
+    can = [TAKEN] if ROOT else []
     for i in range(40):
         docs = d.docs(4, 12)
         rel, b = "web_%02d.jsonl" % i, jsonl(docs)
         if i in (5, 26):
-            d.put(rel, b, "another owner's file, mode 000", [REFUSED, NAMED] + can, len(docs), "it cannot be read (root can)", test="mode 000")
+            d.put(
+                rel,
+                b,
+                "another owner's file, mode 000",
+                [REFUSED, NAMED] + can,
+                len(docs),
+                "it cannot be read (root can)",
+                test="mode 000",
+            )
         else:
             d.take(rel, b, len(docs))
     for i in range(4):
         docs = d.docs(4, 12)
-        d.put("private/web_%02d.jsonl" % (40 + i), jsonl(docs), "file in a folder of mode 000", [REFUSED, NAMED] + can, len(docs),
-              "its folder cannot be listed (root can); silently walking past it loses data", group="private")
+        d.put(
+            "private/web_%02d.jsonl" % (40 + i),
+            jsonl(docs),
+            "file in a folder of mode 000",
+            [REFUSED, NAMED] + can,
+            len(docs),
+            "its folder cannot be listed (root can); silently walking past it loses data",
+            group="private",
+        )
     d.late.append(("private", "mode 000"))
-    d.special("stream.jsonl", stat.S_IFIFO, "fifo called .jsonl", [NAMED, LEFT, REFUSED], "opening it would wait for ever")
+    d.special(
+        "stream.jsonl", stat.S_IFIFO, "fifo called .jsonl", [NAMED, LEFT, REFUSED], "opening it would wait for ever"
+    )
     d.special("run/prep.sock", stat.S_IFSOCK, "socket", [LEFT, NAMED, REFUSED], "no file")
     d.special("run/pipe", stat.S_IFIFO, "fifo", [LEFT, NAMED, REFUSED], "opening it would wait for ever")
 
@@ -1388,8 +1957,14 @@ def _(d):
         docs = d.docs(4, 12)
         d.take("2024-05/s_%02d.jsonl" % i, jsonl(docs), len(docs))
     for i in (36, 37):
-        d.link("2024-05/s_%02d.jsonl" % i, "/mnt/bigdisk-%s/s_%02d.jsonl" % (d.hexid(8), i), "broken link in a row of shards",
-               [REFUSED, NAMED], 0, "a shard that is not here")
+        d.link(
+            "2024-05/s_%02d.jsonl" % i,
+            "/mnt/bigdisk-%s/s_%02d.jsonl" % (d.hexid(8), i),
+            "broken link in a row of shards",
+            [REFUSED, NAMED],
+            0,
+            "a shard that is not here",
+        )
     d.link("2024-05/alias.jsonl", "s_00.jsonl", "link to a file here", [NAMED, LEFT, REFUSED], 0, "s_00.jsonl again")
     d.link("current", "2024-05", "link to a folder here", [LEFT, NAMED, REFUSED], 0, "the same files again")
     d.link("2024-05/loop", ".", "link to its own folder", [NAMED, LEFT, REFUSED], 0, "a cycle")
@@ -1398,8 +1973,14 @@ def _(d):
     d.link("pong.jsonl", "ping.jsonl", "link to a link to itself", [NAMED, REFUSED], 0, "resolves to nothing")
     d.link("notes", "/nonexistent/notes", "broken link", [NAMED, LEFT, REFUSED], 0, "no shard's name")
     docs = d.docs(4, 12)
-    d.put("2024-05/two\nlines.jsonl", jsonl(docs), "line break in its name", [TAKEN, NAMED, REFUSED], len(docs),
-          "whole; lists of one name a line cannot hold it")
+    d.put(
+        "2024-05/two\nlines.jsonl",
+        jsonl(docs),
+        "line break in its name",
+        [TAKEN, NAMED, REFUSED],
+        len(docs),
+        "whole; lists of one name a line cannot hold it",
+    )
 
 
 @troubled("datatrove-timeout", "ranks without completions", "torn gzip")
@@ -1412,9 +1993,22 @@ def _(d):
 def _(d):
     save_to_disk(d, "", 12, missing=(7,))
     for i in range(5):
-        d.put("cache-%s.arrow" % d.hexid(16), arrow_stream(d.docs(10, 20)), "datasets' map cache", [NAMED, LEFT, REFUSED], 0,
-              "state.json does not list it; the same rows, worked over")
-    d.put("tmp%s" % d.hexid(8), arrow_stream(d.docs(10))[:700], "temporary file of map", [NAMED, LEFT, REFUSED], 0, "left by a killed job")
+        d.put(
+            "cache-%s.arrow" % d.hexid(16),
+            arrow_stream(d.docs(10, 20)),
+            "datasets' map cache",
+            [NAMED, LEFT, REFUSED],
+            0,
+            "state.json does not list it; the same rows, worked over",
+        )
+    d.put(
+        "tmp%s" % d.hexid(8),
+        arrow_stream(d.docs(10))[:700],
+        "temporary file of map",
+        [NAMED, LEFT, REFUSED],
+        0,
+        "left by a killed job",
+    )
 
 
 @troubled("tars-of-two-kinds", "a torn tar", "test members inside a tar.gz")
@@ -1425,15 +2019,30 @@ def _(d):
         if i == 6:
             with tarfile.open(fileobj=io.BytesIO(b)) as t:
                 m = t.getmembers()[len(ms) // 2]
-            d.put(rel, b[:m.offset_data + m.size // 2], "torn tar", REFUSED, 0,
-                  "cut in a member, no end blocks", test="torn tar")
+            d.put(
+                rel,
+                b[: m.offset_data + m.size // 2],
+                "torn tar",
+                REFUSED,
+                0,
+                "cut in a member, no end blocks",
+                test="torn tar",
+            )
         else:
             d.take(rel, b, len(ms), "tar of txt", "one document a member")
     for i in range(8):
         ms = [("train/%03d.txt" % j, d.t.text().encode()) for j in range(10)]
         if i in (2, 5):
             ms += [("test/%03d.txt" % j, d.t.text().encode()) for j in range(4)]
-            d.put("bundle_%d.tar.gz" % i, tar(ms, "w:gz"), "tar.gz with test members", REFUSED, 0, "train/ and test/ in one archive", test="test members")
+            d.put(
+                "bundle_%d.tar.gz" % i,
+                tar(ms, "w:gz"),
+                "tar.gz with test members",
+                REFUSED,
+                0,
+                "train/ and test/ in one archive",
+                test="test members",
+            )
         else:
             d.take("bundle_%d.tar.gz" % i, tar(ms, "w:gz"), 10, "tar.gz of txt")
 
@@ -1444,28 +2053,72 @@ def _(d):
         docs = d.docs(4, 12)
         d.take("documents/part-%03d.jsonl.gz" % i, gz(jsonl(docs)), len(docs))
         at = [{"id": x["id"], "attributes": {"toxicity": [[0, 10, round(d.rng.random(), 3)]]}} for x in docs]
-        d.put("attributes/toxicity/part-%03d.jsonl.gz" % i, gz(jsonl(at)), "attributes, no text", [NAMED, REFUSED, LEFT], 0,
-              "scores for documents/, no text column", group="attributes")
+        d.put(
+            "attributes/toxicity/part-%03d.jsonl.gz" % i,
+            gz(jsonl(at)),
+            "attributes, no text",
+            [NAMED, REFUSED, LEFT],
+            0,
+            "scores for documents/, no text column",
+            group="attributes",
+        )
         if i < 10:
             o = io.BytesIO()
-            feather.write_feather(pa.table({"id": [x["id"] for x in docs], "vec": [[d.rng.random()] * 8 for _ in docs]}), o)
-            d.put("embeddings_%03d.feather" % i, o.getvalue(), "embeddings, no text", [NAMED, REFUSED, LEFT], 0, "vectors",
-                  group="embeddings")
+            feather.write_feather(
+                pa.table({"id": [x["id"] for x in docs], "vec": [[d.rng.random()] * 8 for _ in docs]}), o
+            )
+            d.put(
+                "embeddings_%03d.feather" % i,
+                o.getvalue(),
+                "embeddings, no text",
+                [NAMED, REFUSED, LEFT],
+                0,
+                "vectors",
+                group="embeddings",
+            )
 
 
 @troubled("encodings-and-binaries", "text that is not utf-8", "binary files called .txt")
 def _(d):
     d.txts(200, lambda i: "scans/page_%04d" % i)
     for i in range(3):
-        d.put("scans/utf16_%d.txt" % i, d.t.text("fr").encode("utf-16"), "utf-16 with a byte order mark", [NAMED, REFUSED, TAKEN], 1,
-              "readable if decoded as what its mark says, never as utf-8", test="not utf8")
-        d.put("scans/latin1_%d.txt" % i, ("élève, à Noël: " + d.t.text("es")).encode("latin-1"), "latin-1", [REFUSED, NAMED], 0,
-              "not utf-8, and nothing says what it is", test="not utf8")
-    d.put("scans/page_0200.txt", PDF, "pdf called .txt", [REFUSED, NAMED], 0, "a pdf's bytes are no document", test="not utf8")
+        d.put(
+            "scans/utf16_%d.txt" % i,
+            d.t.text("fr").encode("utf-16"),
+            "utf-16 with a byte order mark",
+            [NAMED, REFUSED, TAKEN],
+            1,
+            "readable if decoded as what its mark says, never as utf-8",
+            test="not utf8",
+        )
+        d.put(
+            "scans/latin1_%d.txt" % i,
+            ("élève, à Noël: " + d.t.text("es")).encode("latin-1"),
+            "latin-1",
+            [REFUSED, NAMED],
+            0,
+            "not utf-8, and nothing says what it is",
+            test="not utf8",
+        )
+    d.put(
+        "scans/page_0200.txt",
+        PDF,
+        "pdf called .txt",
+        [REFUSED, NAMED],
+        0,
+        "a pdf's bytes are no document",
+        test="not utf8",
+    )
     d.put("scans/page_0201.txt", JPEG, "jpeg called .txt", [REFUSED, NAMED], 0, "a picture", test="not utf8")
     d.put("scans/page_0202.txt", b"", "empty txt", [NAMED, LEFT, TAKEN, REFUSED], 0, "an empty document is none")
-    d.put("scans/" + os.fsdecode(b"caf\xe9.txt"), d.t.text().encode(), "a name that is not utf-8", [TAKEN, NAMED, REFUSED], 1,
-          "utf-8 text under a latin-1 name")
+    d.put(
+        "scans/" + os.fsdecode(b"caf\xe9.txt"),
+        d.t.text().encode(),
+        "a name that is not utf-8",
+        [TAKEN, NAMED, REFUSED],
+        1,
+        "utf-8 text under a latin-1 name",
+    )
 
 
 @troubled("wiki-extract-no-suffix", "files without a suffix", "documents of kinds no text tool reads")
@@ -1473,19 +2126,42 @@ def _(d):
     for f in ("AA", "AB", "AC"):
         for i in range(20):
             docs = d.docs(3, 8)
-            d.put("text/%s/wiki_%02d" % (f, i), jsonl(docs), "json lines without a suffix", [TAKEN, NAMED, REFUSED], len(docs),
-                  "wikiextractor's names; silence would lose it")
+            d.put(
+                "text/%s/wiki_%02d" % (f, i),
+                jsonl(docs),
+                "json lines without a suffix",
+                [TAKEN, NAMED, REFUSED],
+                len(docs),
+                "wikiextractor's names; silence would lose it",
+            )
     for i in range(15):
         docs = d.docs(3, 8)
         d.take("extra/wiki_%02d.jsonl" % i, jsonl(docs), len(docs))
-    d.put("extra/wiki_15.pkl", pickle.dumps(d.docs(5)), "pickle in a row of jsonl", [REFUSED, NAMED], 0,
-          "data that nothing else holds, in a form nobody should load")
-    for n, b in (("report.pdf", PDF), ("minutes.docx", zip_bytes([("word/document.xml", b"<w/>")])),
-                 ("novel.epub", zip_bytes([("mimetype", b"application/epub+zip")])),
-                 ("posts.sqlite", b"SQLite format 3\0" + b"\0" * 500), ("dump.sql", b"INSERT INTO posts VALUES (1,'text');\n"),
-                 ("more.zip", zip_bytes([("a.txt", d.t.text().encode())])),
-                 ("page.html", b"<html><body><p>" + d.t.text().encode() + b"</p></body></html>")):
-        d.put("extra/" + n, b, "%s, text inside" % n.rsplit(".")[-1], [NAMED, REFUSED], 0, "holds text perhaps; must not vanish silently")
+    d.put(
+        "extra/wiki_15.pkl",
+        pickle.dumps(d.docs(5)),
+        "pickle in a row of jsonl",
+        [REFUSED, NAMED],
+        0,
+        "data that nothing else holds, in a form nobody should load",
+    )
+    for n, b in (
+        ("report.pdf", PDF),
+        ("minutes.docx", zip_bytes([("word/document.xml", b"<w/>")])),
+        ("novel.epub", zip_bytes([("mimetype", b"application/epub+zip")])),
+        ("posts.sqlite", b"SQLite format 3\0" + b"\0" * 500),
+        ("dump.sql", b"INSERT INTO posts VALUES (1,'text');\n"),
+        ("more.zip", zip_bytes([("a.txt", d.t.text().encode())])),
+        ("page.html", b"<html><body><p>" + d.t.text().encode() + b"</p></body></html>"),
+    ):
+        d.put(
+            "extra/" + n,
+            b,
+            "%s, text inside" % n.rsplit(".")[-1],
+            [NAMED, REFUSED],
+            0,
+            "holds text perhaps; must not vanish silently",
+        )
 
 
 def make_tree(out, seed=0, only=()):
@@ -1496,7 +2172,7 @@ def make_tree(out, seed=0, only=()):
     for folder, troubles, col, f in CLEAN + TROUBLED:
         if not only or folder in only:
             f(DS(root, seed, folder, troubles, col))
-    for ds in DS.all:       # at last, what would stand in our own way
+    for ds in DS.all:  # at last, what would stand in our own way
         for rel, test in ds.late:
             if test == "mode 000":
                 os.chmod(ds.full(rel), 0)

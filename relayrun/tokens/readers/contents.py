@@ -12,10 +12,7 @@ import os
 import re
 from typing import Literal
 
-import xxhash
-
-from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import printable
 
 HEAD_BYTES = 512
@@ -76,9 +73,9 @@ _TAIL_BYTES = 1 << 16
 _STREAM_END = b"\xff\xff\xff\xff"
 
 
-def is_torn(path: str, head: bytes, content: str | None, *, whole: bool) -> bool:
-    """Return whether the last bytes of a file prove that its end is missing. `head`: its first bytes; `content`: "JSON"
-    for lines of JSON, else as in `content_fault`; `whole`: compressed files are read whole. Raises OSError."""
+def is_torn(path: str, head: bytes, content: str | None) -> bool:
+    """Return whether the last bytes of a file, not compressed, prove that its end is missing. `head`: its first bytes;
+    `content`: "JSON" for lines of JSON, else as in `content_fault`. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         tail = file.read()
@@ -88,8 +85,6 @@ def is_torn(path: str, head: bytes, content: str | None, *, whole: bool) -> bool
         return not tail.endswith(b"ARROW1")
     if content == "Arrow" and head.startswith(_STREAM_END):  # Arrow 0.14 and older wrote another mark
         return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(_STREAM_END))
-    if content in ("gzip", "zstd"):
-        return whole and content_of(head) == content and text_checksum(path) is None
     if content in (None, "JSON") and tail.endswith(b"\0"):
         return not head.startswith(b"\0")
     *before, last = tail.split(b"\n")
@@ -99,19 +94,3 @@ def is_torn(path: str, head: bytes, content: str | None, *, whole: bool) -> bool
         return json.loads(last.decode("utf-8", "surrogateescape")) is None
     except (ValueError, RecursionError):
         return True
-
-
-def text_checksum(path: str) -> str | None:
-    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
-    try:
-        if file_compression(path) is None:
-            return file_checksum(path)
-        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
-
-        digest = xxhash.xxh3_128()
-        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
-            while piece := text.read(1 << 20):
-                digest.update(piece)
-        return digest.hexdigest()
-    except (OSError, RelayrunError, ImportError):
-        return None

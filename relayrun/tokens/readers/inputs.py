@@ -13,14 +13,25 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+import xxhash
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import HEAD_BYTES, UNFINISHED, content_fault, file_compression, is_torn
+from relayrun.tokens.readers.contents import (
+    HEAD_BYTES,
+    UNFINISHED,
+    content_fault,
+    content_of,
+    file_compression,
+    is_torn,
+)
 from relayrun.tokens.readers.published import listed_splits
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import MissingInput, printable
 
 
@@ -270,7 +281,7 @@ def take_inventory(
     metadata = _metadata_beside(place, taken, left)
     left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
     taken = sorted((file for file in taken if file.path not in metadata), key=by_path)
-    whole = sum(file.size for file in taken) <= SMALL_SET
+    whole = ends and sum(file.size for file in taken) <= SMALL_SET and find_spec("pyarrow") is not None
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
         faults = dict(
             zip(taken, pool.map(functools.partial(_content_fault, place, ends=ends, whole=whole), taken), strict=True)
@@ -320,24 +331,45 @@ def by_path(file: DataFile | LeftOutFile) -> bytes:
 
 
 def _content_fault(place: str, file: DataFile, *, ends: bool, whole: bool) -> tuple[str, InputError] | None:
-    """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name."""
+    """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name. `whole`:
+    a compressed file is decompressed."""
     path, expected = urls.join_path(place, file.path), expected_content(file.path)
     if urls.is_url(place):
         hint = "rename the file, or leave it out with --filter-out"
         words = "fsspec cannot open a name with `::`"
         return ("name", InputError(words, where=path, hint=hint)) if "::" in file.path else None
+    hint = "fetch or write the file again, or leave it out with --filter-out"
     try:
         with open(path, "rb", buffering=0) as raw:
             head = raw.read(HEAD_BYTES)
-            if fault := content_fault(path, head, expected):
-                return "other content than its name", fault
-            kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
-            if not ends or not is_torn(path, head, kind, whole=whole):
-                return None
+        if fault := content_fault(path, head, expected):
+            return "other content than its name", fault
+        kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
+        if ends and is_torn(path, head, kind):
+            return "torn", InputError("it may be torn: its end is missing", where=printable(path), hint=hint)
     except OSError:  # the reader says why
         return None
-    hint = "fetch or write the file again, or leave it out with --filter-out"
-    return "torn", InputError("it may be torn: its end is missing or damaged", where=printable(path), hint=hint)
+    if whole and file_compression(path) and content_of(head) == expected:
+        from relayrun.tokens.readers.arrow_files import unreadable_file_error  # on demand: Arrow
+
+        try:
+            text_checksum(path)
+        except OSError as error:
+            return "torn", unreadable_file_error(path, error, hint=hint)
+    return None
+
+
+def text_checksum(path: str) -> str:
+    """Return a checksum of a file's bytes, decompressed. Raises OSError and InputError."""
+    if file_compression(path) is None:
+        return file_checksum(path)
+    from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
+
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+        while piece := text.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 _Found = tuple[DataFile, str | None, InputError | None]

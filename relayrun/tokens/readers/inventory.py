@@ -6,6 +6,7 @@ or stale text into training, and names what may stand there twice.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ from typing import Any
 
 from relayrun.errors import InputError, combined_error
 from relayrun.files import write_atomic
-from relayrun.tokens.readers.contents import file_compression, text_checksum
+from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.inputs import (
     FILTERED_OUT,
     SMALL_SET,
@@ -32,6 +33,7 @@ from relayrun.tokens.readers.inputs import (
     data_suffixes,
     saved_rows,
     take_inventory,
+    text_checksum,
 )
 from relayrun.tokens.readers.published import (
     ListedChecksum,
@@ -213,7 +215,7 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
         return inventory, twins
     places = sorted({path for pair in twins.items() for path in pair})
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        sums = dict(zip(places, pool.map(lambda path: text_checksum(os.path.join(folder, path)), places), strict=True))
+        sums = dict(zip(places, pool.map(functools.partial(_readable_checksum, folder), places), strict=True))
     for path, first in [*twins.items()]:
         alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
         if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
@@ -223,6 +225,13 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
     taken = tuple(file for file in inventory.taken if file.path not in same)
     return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
+
+
+def _readable_checksum(folder: str, path: str) -> str | None:
+    try:
+        return text_checksum(os.path.join(folder, path))
+    except (OSError, InputError, ImportError):
+        return None
 
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:

@@ -53,6 +53,8 @@ def split_of(words: Iterable[str]) -> str | None:
 
 
 class ListedSplit(NamedTuple):
+    """The split of a file, as a list says."""
+
     split: str | None
     """None: a split that is trained on."""
     by: str
@@ -189,6 +191,8 @@ def _datatrove_ranks(folder: str, path: str, files: Sequence[str], others: Seque
 
 
 class ListedChecksum(NamedTuple):
+    """The checksum of a file, as a list says."""
+
     kind: str
     """A name that hashlib knows, or `crc`: then `digest` is empty, and the list has a CRC-32 of each block."""
     digest: str
