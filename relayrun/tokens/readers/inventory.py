@@ -36,7 +36,6 @@ from relayrun.tokens.readers.inputs import (
     text_checksum,
 )
 from relayrun.tokens.readers.published import (
-    ListedChecksum,
     ListedSplit,
     checksum_faults,
     listed_checksums,
@@ -100,11 +99,9 @@ def set_faults(
     folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
-    names, mixed `-of-N` sets, and what is not finished. Warns of missing numbers and of files that a list of checksums
-    has and the folder has not."""
-    files = inventory.taken
+    names, mixed `-of-N` sets, and what is not finished. Warns of missing numbers."""
     by_rule = () if all_splits else _held_out_sets(folder, inventory, filter_in)
-    return itertools.chain(by_rule, _mixed_sets(folder, files), _unfinished(folder, inventory))
+    return itertools.chain(by_rule, _mixed_sets(folder, inventory.taken), _unfinished(folder, inventory))
 
 
 def _notes(inventory: Inventory) -> dict[str, int]:
@@ -139,25 +136,15 @@ def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
 
 
 def _wrong_checksums(folder: str, inventory: Inventory) -> _SetFaults:
+    """Compare the checksums of a small data set; warn of listed files that are missing."""
     files = {file.path: file for file in inventory.taken}
-    sums = checksums_of(folder, inventory)
+    listed = {} if urls.is_url(folder) else listed_checksums(folder, _notes(inventory))
+    if missing := sorted(path for path in listed if not os.path.lexists(os.path.join(folder, path))):
+        log.warning("%d files of lists of checksums are missing: %s", len(missing), first_names(missing))
     if sum(file.size for file in inventory.taken) <= SMALL_SET:
-        for path, fault in checksum_faults(folder, sums).items():
+        there = {path: found for path, found in listed.items() if path in files}
+        for path, fault in checksum_faults(folder, there).items():
             yield fault, "another checksum", [files[path]]
-
-
-def checksums_of(folder: str, inventory: Inventory) -> dict[str, ListedChecksum]:
-    """Return the checksums that lists beside the data have, by path of a taken file; warn of listed files that are
-    missing."""
-    if urls.is_url(folder):
-        return {}
-    taken = {file.path for file in inventory.taken}
-    there = taken.union(file.path for file in inventory.left_out)
-    listed = listed_checksums(folder, _notes(inventory))
-    if missing := sorted(path for path in listed.keys() - there if not os.path.lexists(os.path.join(folder, path))):
-        words = "%s files of lists of checksums are missing: %s"
-        log.warning(words, f"{len(missing):,}", first_names(missing))
-    return {path: found for path, found in listed.items() if path in taken}
 
 
 _MOST_GROUPS = 256
