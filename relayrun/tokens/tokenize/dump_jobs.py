@@ -193,7 +193,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
         with going_on, _progress(metadata.path) as show:
             while metadata.live_jobs():
                 show()
-                time.sleep(10 * _POLL_SECONDS)
+                time.sleep(50 * _POLL_SECONDS)  # each look asks Slurm for the jobs of all users
     _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
     return indices
 
