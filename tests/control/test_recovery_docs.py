@@ -10,6 +10,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import CommandConfig
 from relayrun.control.agent.restart import restart_ranks_exited_line
 from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart
 from tests.config.test_trainer_configs import COMMAND, written
@@ -42,6 +43,7 @@ def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
     torchrun = ROOT / "examples/command/ddp.yaml"
     (tmp_path / "spare.yaml").write_text(f"include: ['{torchrun}']\ncluster: generic\n{spare}", encoding="utf-8")
     made = resolve.load_run_config(tmp_path / "spare.yaml")
+    assert isinstance(made, CommandConfig)
     assert (made.world_size, made.job.spare_nodes, made.command.leave_signal) == (4, 1, None)
     assert restart_ranks_exited_line(4) in page
 

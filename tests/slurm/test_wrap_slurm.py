@@ -15,6 +15,7 @@ from tests.submit.test_wrap import TRAIN
 from tests.workspace import ends
 
 from .cluster import ROOT, TestCluster
+from .test_law_slurm import begin_of
 
 SCRIPT_PAGE = (ROOT / "docs/tutorial/from-your-script-to-a-chain.md").read_text(encoding="utf-8")
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
@@ -54,7 +55,7 @@ def test_a_script_that_is_killed_as_the_tutorial_says_goes_on(cluster: TestClust
     saved = resume_point(run).iteration
     cluster.wait_until(run.stop.exists, timeout=240, interval=1)
     assert [end.cause for end in ends(run)] == ["failed", "done"]
-    assert saved <= run.attempt(2).read_begin().base_iteration < 600
+    assert saved <= begin_of(run, 2).base_iteration < 600
 
 
 @pytest.mark.parametrize("pyz", [False, True])
