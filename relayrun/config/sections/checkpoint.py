@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -66,10 +66,10 @@ class CheckpointSection(Section):
     mirror: MirrorSection | None = None
     """Destination of copies of committed checkpoints, made beside the jobs and by `relayrun checkpoint mirror`;
     default: nowhere. `relayrun checkpoint restore` brings a copy back."""
-    memory_interval: Literal["auto"] | NonNegative = 0
+    memory_interval: NonNegative = 0
     """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node and the
     next one (/dev/shm), from which restarted ranks resume. Takes the memory of two copies, on several nodes of four.
-    `auto`: as often as 2 % of the steps' time allow. 0: resume from the disk."""
+    0: resume from the disk."""
     load: str | None = None
     """First checkpoint of a run without its own: another run (its directory, or PROJECT/NAME), the folder of a
     checkpoint, or a folder of Megatron-LM's checkpoints; `:ITERATION` selects another than the newest."""
