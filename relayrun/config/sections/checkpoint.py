@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
+from relayrun.errors import why_url_is_refused
 
 
 class MirrorSection(Section):
     """Copies of checkpoints in a second place. Each is read back in full before it counts."""
 
     path: SingleLine
-    """An existing absolute folder on another file system than the run, or a URL that fsspec can write below
-    (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
+    """An existing absolute folder on another file system than the run; copies lie in PROJECT/NAME below it."""
     keep_last: Positive = 2
     """Newest copies to keep."""
     keep_every: Positive | None = None
@@ -27,23 +26,9 @@ class MirrorSection(Section):
     @field_validator("path")
     @classmethod
     def _absolute(cls, value: str) -> str:
-        if "://" in value:
-            return _url(value)
         if not value.startswith("/"):
-            raise ValueError("is relative; write the absolute path of a folder, or a URL")
+            raise ValueError(why_url_is_refused(value) or "is relative; write the absolute path of a folder")
         return value
-
-
-def _url(value: str) -> str:
-    """Return a URL for copies, without slashes at its end."""
-    scheme, _, rest = value.partition("://")
-    if re.match(r"[^/]*:[^/]*@", rest):
-        raise ValueError("has a password in it, which would be written into files: set credentials in the environment")
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or re.search(r"::|[?#*\[\]]|//|\s", rest):
-        raise ValueError("is no URL of a folder: write SCHEME://BUCKET/FOLDER, without options and patterns")
-    if scheme in ("http", "https"):
-        raise ValueError("is a page that can only be read: write the URL of a store, such as s3://BUCKET/FOLDER")
-    return value.rstrip("/")
 
 
 class CheckpointSection(Section):

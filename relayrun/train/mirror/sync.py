@@ -20,26 +20,14 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import try_lock
-from relayrun.masking import mask_tokens
-from relayrun.tokens.stores.urls import StoreError
 from relayrun.train.mirror.destination import (
     CopyFailed,
     CopyRateLimit,
-    FolderDestination,
     MirrorDestination,
     copy_faults,
     copy_name,
     source_faults,
 )
-from relayrun.train.mirror.object_store import ObjectStoreDestination
-
-
-def destination_at(where: str, pace: CopyRateLimit) -> MirrorDestination:
-    """Return the second place at a folder or a URL."""
-    if "://" in where:
-        return ObjectStoreDestination(where, pace)
-    return FolderDestination(Path(where))
-
 
 COPY_TRIES = 2
 """Tries to copy a checkpoint in one pass; then it is left for the next pass."""
@@ -72,11 +60,10 @@ def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | 
         try:
             work.all(verify=verify)
         except OSError as error:
-            work.done.complaints.append(mask_tokens(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
+            work.done.complaints.append(f"{error.filename or policy.folder}: {error.strerror or error}")
         except RelayrunError as error:
             work.done.complaints.append(str(error))
-            if not isinstance(error, StoreError):
-                raise
+            raise
         finally:
             work.note()
         return work.done
@@ -102,7 +89,7 @@ class _MirrorPass:
         self._run = run
         self._policy = policy
         self._pace = pace
-        self._place = destination_at(policy.folder, pace)
+        self._place = MirrorDestination(Path(policy.folder))
         self.done = MirrorPassResult()
         self._ended = False
 
