@@ -2,7 +2,7 @@
 
 run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
-model   export, upload, import, checkpoint
+model   export, import, checkpoint
 watch   status, why, logs, report, goodput, metrics, runs, notify, sentinel
 site    init, help, site, gpu-check, drill, trial
 
@@ -39,7 +39,6 @@ COMMANDS = {
     "dumps": ("data.dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
     "mixture": ("data.shards", "token shards as data sets of a run: mixed by weight, listed, checked"),
     "export": ("model.convert", "a checkpoint in the form that other programs read"),
-    "upload": ("model.convert", "an exported folder to a repository of the Hugging Face hub"),
     "import": ("model.convert", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("model.checkpoint", "verify the bytes of a checkpoint; copy it to a second place, and restore it"),
     "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in five minutes"),
@@ -87,7 +86,6 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
     "dumps": "submit configs/data/my-text.yaml",
     "mixture": "verify data/tokens/my-text",
     "export": "hf my-project/my-run --output models/my-run",
-    "upload": "models/my-run me/my-run",
     "import": "hf models/llama --output checkpoints/llama",
     "checkpoint": "verify my-project/my-run",
     "gpu-check": "--tiny",
