@@ -92,7 +92,7 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
     policy = mirror.read_mirror_policy(plan.run)
     assert policy is not None
     assert policy.folder == f"{tmp_path}/second/tests/tiny"
-    assert (policy.keep_last, policy.keep_every, policy.megabytes_per_second) == (2, 50, None)
+    assert (policy.keep_last, policy.keep_every) == (2, 50)
     policies.write_mirror_policy(
         resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
@@ -12,7 +12,8 @@ from relayrun.errors import why_url_is_refused
 
 
 class MirrorSection(Section):
-    """Copies of checkpoints in a second place. Each is read back in full before it counts."""
+    """Copies of checkpoints in a second place, made at the lowest priority. Each is read back in full before it
+    counts."""
 
     path: SingleLine
     """An existing absolute folder on another file system than the run; copies lie in PROJECT/NAME below it."""
@@ -20,8 +21,6 @@ class MirrorSection(Section):
     """Newest copies to keep."""
     keep_every: Positive | None = None
     """Copies whose iteration is a multiple of this are never removed."""
-    megabytes_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Maximum rate of copies, in 10^6 bytes a second; default: unlimited, at the lowest priority."""
 
     @field_validator("path")
     @classmethod

@@ -44,8 +44,6 @@ class MirrorPolicy(Record):
     """Unique id of the run, which its copies carry."""
     keep_last: int
     keep_every: int | None = None
-    megabytes_per_second: float | None = None
-    """Maximum rate; None: unlimited."""
     program: list[str]
     """The copier's command; the run directory is appended."""
 

@@ -1,4 +1,4 @@
-"""The second place of a run's copies, and the limit of the copy rate.
+"""The second place of a run's copies.
 
 A copy grows in `.staging`, gets its name by a rename, then its line in the record.
 """
@@ -9,8 +9,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.control.rundir import checkpoint_records, mirror
@@ -27,27 +27,6 @@ from relayrun.trust import refuse_untrusted
 
 COPY_PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
-
-
-@dataclass
-class CopyRateLimit:
-    """Limits the bytes copied per second, on average since the first byte. Tests set `sleep` and `clock`."""
-
-    bytes_per_second: float | None
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
-    _began: float | None = None
-    _bytes: int = 0
-
-    def spend(self, count: int) -> None:
-        """Wait until the copy of `count` more bytes is within the limit."""
-        if self.bytes_per_second is None:
-            return
-        self._began = self.clock() if self._began is None else self._began
-        self._bytes += count
-        wait = self._began + self._bytes / self.bytes_per_second - self.clock()
-        if wait > 0:
-            self.sleep(wait)
 
 
 class CopyFailed(RelayrunError):
@@ -88,9 +67,7 @@ def source_faults(commit: CheckpointCommit) -> list[str]:
     return [] if commit.checksum is None else checksums.verify_checkpoint(Path(commit.path), commit.checksum)[1]
 
 
-def read_pieces(
-    files: CheckpointFiles, name: str, size: int, pace: CopyRateLimit, *, start: int = 0
-) -> Iterator[bytes]:
+def read_pieces(files: CheckpointFiles, name: str, size: int, *, start: int = 0) -> Iterator[bytes]:
     """Yield the bytes of a file from `start` to `size`. Raises CopyFailed if it cannot be read, or ends before."""
     where = f"{files.where}/{name}"
     try:
@@ -103,7 +80,6 @@ def read_pieces(
                 yield piece
                 count(len(piece))
                 start += len(piece)
-                pace.spend(len(piece))
     except OSError as error:
         raise CopyFailed(f"it cannot be read: {error.strerror or error}", where=where) from None
 
@@ -151,13 +127,13 @@ class MirrorDestination:
     def files(self, copy: CheckpointCopy) -> CheckpointFiles:
         return CheckpointFiles(self.where / copy.name)
 
-    def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> CheckpointFiles:
+    def stage(self, commit: CheckpointCommit) -> CheckpointFiles:
         """Copy the missing bytes of a checkpoint into `.staging`, without a claim; return the files to be read back.
         Raises like `stage_files`."""
         staged, final = self._staged(copy_name(commit)), self.where / copy_name(commit)
         if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
             os.rename(final, staged)
-        stage_files(CheckpointFiles(Path(commit.path)), commit, staged, pace)
+        stage_files(CheckpointFiles(Path(commit.path)), commit, staged)
         return CheckpointFiles(staged)
 
     def unstage(self, commit: CheckpointCommit) -> None:
@@ -211,7 +187,7 @@ def refuse_place_of_others(place: Path) -> None:
         refuse_untrusted(place.parent, [f"{place.name}{name}" for name in names], shared=True)
 
 
-def stage_files(source: CheckpointFiles, commit: CheckpointCommit, staged: Path, pace: CopyRateLimit) -> None:
+def stage_files(source: CheckpointFiles, commit: CheckpointCommit, staged: Path) -> None:
     """Copy the missing bytes of a checkpoint into a folder, on from an earlier try of this commit. Raises CopyFailed
     if the checkpoint is away or changes, OSError if the target cannot be written."""
     marker = commit_marker(staged)
@@ -228,19 +204,19 @@ def stage_files(source: CheckpointFiles, commit: CheckpointCommit, staged: Path,
         for name, size in commit.files.items():
             target = staged if name == "." else staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _copy_file(source, name, target, size, pace)
+            _copy_file(source, name, target, size)
     folders = [staged, *(path for path in staged.rglob("*") if path.is_dir())] if staged.is_dir() else []
     for folder in [*folders, staged.parent]:
         fsync_directory(folder)
 
 
-def _copy_file(source: CheckpointFiles, name: str, target: Path, size: int, pace: CopyRateLimit) -> None:
+def _copy_file(source: CheckpointFiles, name: str, target: Path, size: int) -> None:
     with open(target, "ab", buffering=0) as out:
         done = out.tell()
         if done > size:
             out.truncate(0)
             done = 0
-        for piece in read_pieces(source, name, size, pace, start=done):
+        for piece in read_pieces(source, name, size, start=done):
             view = memoryview(piece)
             while view:
                 view = view[out.write(view) :]

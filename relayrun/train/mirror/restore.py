@@ -20,7 +20,6 @@ from relayrun.leftovers import rename_no_replace
 from relayrun.train.checkpoint.checksums import CheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyFailed,
-    CopyRateLimit,
     MirrorDestination,
     commit_marker,
     copy_faults,
@@ -167,7 +166,7 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
     try:
         # the remains may be torn themselves: then all is brought once more before the copy is blamed
         for _ in range(1 + os.path.lexists(staged)):
-            stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))
+            stage_files(source, copy.as_commit(place.where), staged)
             found = copy_faults(CheckpointFiles(staged), commit, hashes=copy.hashes)[0]
             if not found:
                 return
