@@ -56,7 +56,6 @@ SHOWN_BY = {
     "dumps status": LOOKS,
     "mixture prefixes": LOOKS,
     "mixture verify": LOOKS,
-    "completion": LOOKS,
     "help": LOOKS,
     "status": LOOKS,
     "why": LOOKS,

@@ -81,7 +81,7 @@ class Coordinator:
         self._between = foreign_restart_of(run, plan, attempt, say=say)
         self._run, self._plan, self._attempt, self._links, self._say = run, plan, attempt, links, say
         wanted = plan.nodes if plan.outlives_nodes else nodes
-        self._places = NodeRanks(wanted, spare=nodes - wanted, elastic=plan.elastic_nodes)
+        self._places = NodeRanks(wanted, spare=nodes - wanted)
         self._heard = AgentContacts(dict(enumerate(names)))
         self.code: int | None = None
         """Exit code of the attempt, once all agents were told to leave."""

@@ -29,7 +29,6 @@ from relayrun.control.agent.memory_copies import (
     SHARED_MEMORY,
     make_memory_folder,
     read_copies,
-    remove_copies,
 )
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts
@@ -230,9 +229,7 @@ class NodeAgent:
 
     def _start(self, message: Message) -> None:
         self._ranks = ranks_of_node(message["place"], self._plan.ntasks_per_node)
-        before, self._world_size = self._world_size, message["nodes"] * self._plan.ntasks_per_node
-        if before not in (0, self._world_size) and self._memory is not None:
-            remove_copies(self._memory)  # copies of another layout
+        self._world_size = message["nodes"] * self._plan.ntasks_per_node
         self.restart, self._told_to_end, self._alive = message["restart"], False, set(self._ranks)
         if self._server is None:
             self._start_server()

@@ -314,7 +314,7 @@ def _next_start(
     base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
     nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
     found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration)
-    if found is None or len(nodes) != len(places.nodes):  # copies are of as many ranks as made them
+    if found is None:
         return NextStart(base, None, "disk", nodes, taken)
     return NextStart(base, *found, nodes, taken)
 
@@ -362,7 +362,6 @@ def _judge_restart(
         reason=reason or "",
         steps_lost=max(0, iteration - start.iteration),
         lost={name(node): name(start.taken[node]) if node in start.taken else "" for node in gone},
-        nodes=len(start.nodes) if reason is None and len(start.nodes) < len(places.nodes) else 0,
         log_size=log_size(attempt.started_record().log),
         seconds={"end": current.over - current.noticed},
     )

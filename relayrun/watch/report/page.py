@@ -1,4 +1,4 @@
-"""The report as one HTML file, about one run or about several side by side.
+"""The report as one HTML file, about one run or about several, one after the other.
 
 `templates/report.html` says where everything stands; here are the values of its charts and the cells of its tables.
 """
@@ -41,17 +41,10 @@ METRIC_CHARTS = (
 
 def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
     """Return the HTML of a page about these runs, with the time `now` in seconds since 1970."""
-    several = len(pages) > 1
-    drawn = [
-        ChartLine(name=page.name, series=page.series.get("loss", EMPTY_SERIES), colour=number)
-        for number, page in enumerate(pages)
-    ]
     return render_page(
         "report.html",
         title=", ".join(page.name for page in pages),
         made=f"As it was at {format_time(now)}; relayrun {relayrun.__version__}.",
-        side_by_side=[_side_by_side_row(page) for page in pages] if several else [],
-        losses=loss_charts("training loss", drawn) if several else [],
         runs=[_run_values(page) for page in pages],
     )
 
@@ -228,17 +221,3 @@ def _checkpoint_rows(page: RunReportData) -> list[tuple[str, ...]]:
         )
         for commit in page.checkpoints[-10:]
     ]
-
-
-def _side_by_side_row(page: RunReportData) -> tuple[str, ...]:
-    return (
-        page.name,
-        page.status.state,
-        f"{page.last.get('iteration', 0):,.0f}",
-        format_optional(page.last.get("loss"), ".4f"),
-        ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
-        f"{page.account.goodput:.1%}",
-        format_node_time(page.account.allocated),
-        format_optional(page.account.tokens_per_node_hour, ",.0f"),
-        str(len(page.account.allocations)),
-    )
