@@ -9,6 +9,8 @@ in vain. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +48,7 @@ _LAST_WORDS = re.compile(
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
     r"|F\d{4,8} \d\d:|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* "
-    r"|Can't locate "
+    r"|Can't locate |\w+\(\): (?:double|invalid|corrupted|memory)|double free or|corrupted |Timeout \(\d"
     r"|.*(?: failed \(exitcode: -|\] exits with return code = -|Watchdog caught collective operation timeout)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
@@ -109,8 +111,17 @@ class Statement:
 
 
 def _lines_of(log: str) -> list[str]:
-    """Return the lines, those of megabytes without their middle."""
-    return [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
+    """Return the lines: those of megabytes without their middle, of a traceback in JSON its last line."""
+    lines = [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
+    return [_of_json(line) if line.startswith("{") and "Traceback (" in line else line for line in lines]
+
+
+def _of_json(line: str) -> str:
+    """Return the exception of a line of JSON with a traceback; the line itself if it is cut."""
+    with contextlib.suppress(ValueError):
+        told = [each for each in json.loads(line).values() if isinstance(each, str) and "Traceback (" in each]
+        return told[0].strip().splitlines()[-1] if told else line
+    return line
 
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
@@ -273,6 +284,7 @@ _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-faile
 _EXPLAINED = (
     ("device-assert", "device-assert"),
     ("processes", "processes"),
+    ("hangup", "hangup"),
     ("node-hardware", "shared-memory"),
     ("gpu-start", "exception"),
 )

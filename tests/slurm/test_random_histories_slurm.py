@@ -19,6 +19,7 @@ import pytest
 
 from relayrun.control.chain import jobs
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import SuccessorJob
 from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_states import is_blocked
@@ -130,15 +131,15 @@ class History:
         self.kill("relay_program.py")
 
     def kill_batch_script(self, running: list[str], waiting: list[str]) -> None:
-        for job in running:
-            shown = self.cluster.run(["scontrol", "listpids", job], check=False).stdout.splitlines()[1:]
-            for line in shown:
-                pid, _, step = line.split()[:3]
-                if step == "batch" and Path(f"/proc/{pid}/comm").read_text().startswith("slurm_script"):
-                    with contextlib.suppress(OSError):
-                        os.kill(int(pid), signal.SIGKILL)
-                        self.told.append(f"killed the batch script of {job}")
-                        self.broken += 1
+        for path in Path("/proc").glob("[0-9]*/comm"):
+            with contextlib.suppress(OSError):
+                if path.read_text().strip() != "slurm_script":
+                    continue
+                variables = (path.parent / "environ").read_bytes().split(b"\0")
+                if any(f"SLURM_JOB_ID={job}".encode() in variables for job in running):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    self.told.append(f"killed the batch script {path.parent.name}")
+                    self.broken += 1
 
     def kill_watch(self, running: list[str], waiting: list[str]) -> None:
         broken = self.broken
@@ -210,6 +211,15 @@ class History:
 
     def judge(self) -> None:
         before = self.iterations()
+        if self.ended_by_person and (running := self.of_chain("RUNNING")):  # its successor was cancelled
+            newest = self.run.attempt(max(self.run.attempt_numbers()))
+            self.cluster.wait_until(
+                lambda: self.run.stop.exists() or getattr(SuccessorJob.read(newest.successor), "cancelled", False),
+                timeout=QUIET_SECONDS,
+                interval=1,
+                what=f"a person's word is noted: {self.words()}",
+            )
+            self.slurm("scancel", "--signal=USR2", "--batch", *running)
         self.cluster.wait_until(
             lambda: self.settled(before), timeout=QUIET_SECONDS, interval=1, what=f"never silent: {self.words()}"
         )

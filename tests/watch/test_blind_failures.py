@@ -57,7 +57,7 @@ OWNERS = {
     "environment": ["configuration"],
     "data": ["configuration", "file system"],
     "slurm": ["Slurm"],
-    "limit": ["Slurm"],
+    "limit": ["Slurm", "configuration"],
     "cancelled": ["Slurm", "person"],
 }
 """Owners of other authors, in the words of the table."""
