@@ -163,7 +163,7 @@ def read_chain_end_from_comment(job: Job | None) -> ChainEnd | None:
 
 
 def record_cancelled_successor(
-    attempt: Attempt, scheduler: Scheduler, *, note_waiting: Callable[[Job], None] = lambda _: None
+    attempt: Attempt, scheduler: Scheduler, *, note_waiting: Callable[[Job], object] = lambda _: None
 ) -> SuccessorJob | None:
     """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError.
     `note_waiting` gets a successor that waits."""
