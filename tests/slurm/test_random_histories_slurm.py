@@ -175,10 +175,20 @@ class History:
     def play(self) -> None:
         dice = random.Random(self.seed)
         usual: list[Callable[[list[str], list[str]], None]] = [
-            self.limit_of_running, self.limit_of_waiting, self.partition_of_waiting, self.hold_and_release,
-            self.requeue, self.requeue_held, self.leave, self.suspend, self.kill_a_rank, self.kill_batch_script,
-            self.kill_watch, self.node_down, self.drain,
-        ]  # fmt: skip
+            self.limit_of_running,
+            self.limit_of_waiting,
+            self.partition_of_waiting,
+            self.hold_and_release,
+            self.requeue,
+            self.requeue_held,
+            self.leave,
+            self.suspend,
+            self.kill_a_rank,
+            self.kill_batch_script,
+            self.kill_watch,
+            self.node_down,
+            self.drain,
+        ]
         happenings = dice.sample(usual, k=dice.randint(2, 4))
         if dice.random() < 0.2:
             happenings.append(dice.choice([self.cancel_running, self.cancel_waiting]))
