@@ -30,7 +30,6 @@ from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, a
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allocations
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PART_NAMES, PARTS
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
-from relayrun.watch.report import terminal_report
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
@@ -67,11 +66,11 @@ def test_an_attempt_that_recorded_no_end_ends_where_slurm_says(
 ) -> None:
     """Cancelled on a full disk: the picture drew a cancelled job of 26 s up to the end of the run."""
     run.attempt(1).end.unlink()
-    row = terminal_report.read_attempts_report(run).attempts[0]
+    row = read_report_data(run).attempts[0]
     assert (row.cause, row.seconds) == ("unknown", 171.0 - 65.0)
     sacct = tmp_path / "bin" / "sacct"
     sacct.write_text(sacct.read_text().replace("41|FAILED", "41|CANCELLED by 0"))
-    row = terminal_report.read_attempts_report(run).attempts[0]
+    row = read_report_data(run).attempts[0]
     assert (row.cause, row.seconds) == ("cancelled", 171.0 - 65.0)
     assert row.reason == "the job was CANCELLED, as sacct says; it recorded no end"
     assert main(["goodput", str(run.path)]) == 0

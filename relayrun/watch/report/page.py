@@ -133,34 +133,34 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
     """Return marks for the newest attempts, except the first, and restarts."""
     marks = []
     before: AllocationAccount | None = None
-    for each, trained in zip(page.account.allocations, page.trained, strict=True):
-        if trained is not None and before is not None:
+    for each, row in zip(page.account.allocations, page.rows, strict=True):
+        steps = None if row is None else row.steps
+        if steps is not None and before is not None:
             kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
-            words = f"attempt {each.attempt} from iteration {trained.first}; the one before: {before.cause}"
-            marks.append(ChartMark(x=trained.first, words=words, kind=kind))
+            words = f"attempt {each.attempt} from iteration {steps[0]}; the one before: {before.cause}"
+            marks.append(ChartMark(x=steps[0], words=words, kind=kind))
         marks += [
             ChartMark(x=failed.next_iteration, words=failed.told, kind="restart")
             for failed in failed_restarts(each)
             if failed.again
         ]
-        if trained is not None or each.cause not in (*PLANNED_CAUSES, "running"):
+        if steps is not None or each.cause not in (*PLANNED_CAUSES, "running"):
             before = each
     return marks[-MOST_MARKS:]
 
 
 def _attempt_rows(page: RunReportData) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for each, trained in zip(page.account.allocations, page.trained, strict=True):
+    for each, row in zip(page.account.allocations, page.rows, strict=True):
         found = each.allocation.facts
-        end = None if found is None else found.end
         rows.append(
             (
                 "–" if each.attempt is None else str(each.attempt),
                 format_time(each.start),
                 format_exact_seconds(each.end - each.start),
                 "" if found is None else found.begin.nodes,
-                "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
-                "" if end is None else f"{end.durable_iteration:,}",
+                "none" if row is None or row.steps is None else f"{row.steps[0]:,}–{row.steps[1]:,}",
+                "" if row is None or row.durable_iteration is None else f"{row.durable_iteration:,}",
                 each.cause,
                 each.reason,
             )
