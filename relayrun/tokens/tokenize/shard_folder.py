@@ -184,9 +184,9 @@ class TaskRecord:
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def describe_step_counts(tasks: Iterable[TaskRecord]) -> str:
-    """Describe the documents in and out of each step of these tasks of one folder; empty without steps."""
-    steps = zip(*(task.steps for task in tasks), strict=True)
+def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+    """Describe the documents in and out of each step of tasks with the same steps; empty without steps."""
+    steps = zip(*tasks, strict=True)
     totals = [(of[0]["step"], sum(each["in"] for each in of), sum(each["out"] for each in of)) for of in steps]
     return "; ".join(f"{name} {documents_in:,} in, {out:,} out" for name, documents_in, out in totals)
 

@@ -1,0 +1,169 @@
+"""The stages of a deduplication on this machine or as Slurm arrays, their memory and their status."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import re
+import time
+from typing import Any
+
+from relayrun.control.scheduler.factory import slurm_scheduler
+from relayrun.errors import InputError, RelayrunError, on_interrupt
+from relayrun.files import write_atomic
+from relayrun.tokens.curate.dedup import DedupStages
+from relayrun.tokens.readers.columns import inspect_files, read_column
+from relayrun.tokens.readers.inputs import stat_inputs
+from relayrun.tokens.stores.urls import join_path
+from relayrun.tokens.tokenize.dump_jobs import POLL_SECONDS, sbatch_parameters, slurm_executor, submit_array
+from relayrun.tokens.tokenize.dump_status import ERROR_FILE, dedup_status
+from relayrun.tokens.tokenize.dumps import DEDUPLICATION, DumpsFolder, replace_link
+from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.processes import (
+    JobRequeued,
+    file_lock,
+    requeue_before_time_limit,
+    run_tasks,
+    use_one_thread,
+)
+
+_PROCESS_BYTES = 300 << 20
+"""Python with datatrove's modules and the tokenizer of words."""
+_HASH_BYTES, _CLUSTER_BYTES = 180, 240
+"""Measured: a document of a task whose text is hashed; a document with a duplicate in the stage clusters."""
+_SAMPLED_FILES = 8
+
+
+def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
+    """Do all stages of a data set: here, or as Slurm arrays of which each waits for the one before. A stage goes on
+    where it stopped. Raises InputError for wrong settings and too little memory, RelayrunError if a stage fails."""
+    settings = config.absolute(os.getcwd())
+    settings.check()
+    stages, metadata = DedupStages(settings), DumpsFolder(settings.metadata_folder)
+    mem = config.job.mem if config.executor == "slurm" else None
+    for stage in stages.stages if config.executor == "local" or mem else ():
+        check_memory(stages, stage, node_memory() if mem is None else _bytes(mem))
+    stages.work.mkdir(parents=True, exist_ok=True)
+    kept = on_interrupt(lambda: "finished tasks are kept; the same command goes on")
+    if config.executor == "local":
+        with kept, metadata.in_use(), file_lock(stages.work / ".lock", wait=False) as held:
+            if not held:
+                raise RelayrunError("another process deduplicates here", where=stages.output, hint="wait for it")
+            _begin(stages, metadata)
+            for stage in stages.stages:
+                run_part(settings, stage, 0, 1)
+    else:
+        with metadata.hold():
+            metadata.refuse_live_jobs()
+            _begin(stages, metadata)
+            _submit(config, settings, stages, metadata)
+        if not wait:
+            return
+        with on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}"):
+            while metadata.live_jobs():
+                time.sleep(10 * POLL_SECONDS)
+    lines = dedup_status(metadata.path)
+    if len(stages.records("kept")) < stages.tasks:
+        raise RelayrunError(lines[-1], where=stages.output, hint=f"logs: {settings.job_output_files}")
+    print("\n".join(lines))
+
+
+def _begin(stages: DedupStages, metadata: DumpsFolder) -> None:
+    stages.begin()
+    (stages.work / ERROR_FILE).unlink(missing_ok=True)
+    replace_link(metadata.dedup_link, str(stages.output))
+
+
+def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> None:
+    """Do every `of`-th task of a stage, from task `part` on: the work of one job. Done tasks are kept."""
+    use_one_thread()
+    stages = DedupStages(settings)
+    try:
+        with requeue_before_time_limit(lambda: len(stages.records(stage))):
+            need, memory = check_memory(stages, stage, node_memory()), node_memory()
+            most = (len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers, memory // need)
+            todo = stages.unfinished(stage, range(part, stages.stages[stage], of), max(1, min(most)))
+
+            def on_done(each: tuple[int, str], record: dict[str, Any]) -> None:
+                print(f"{stage} {each[0]}: {record['seconds']:.1f} s", flush=True)
+
+            run_tasks(functools.partial(stages.run_task, stage), todo, max(1, min(most)), on_done, where=stages.work)
+    except JobRequeued:
+        raise
+    except (RelayrunError, OSError) as error:
+        with contextlib.suppress(OSError):
+            write_atomic(stages.work / ERROR_FILE, f"stage {stage}: {error}\n".encode("utf-8", "backslashreplace"))
+        raise
+
+
+def _submit(
+    config: TokenizationConfig, settings: TokenizationSettings, stages: DedupStages, metadata: DumpsFolder
+) -> None:
+    """Submit an array of at most `max_parallel` jobs for each stage that is not done."""
+    executor, before = slurm_executor(config, settings), config.job.dependency
+    settings = TokenizationSettings.model_validate(settings.model_dump(include=set(TokenizationSettings.model_fields)))
+    left = itertools.dropwhile(lambda each: not stages.unfinished(each[0], range(each[1])), stages.stages.items())
+    for stage, number in left:
+        parts = min(number, config.max_parallel, max(1, slurm_scheduler().max_array_size()))
+        options = sbatch_parameters(config, settings, [before]) | {"kill_on_invalid_dep": "yes"}
+        executor.update_parameters(job_name=f"dedup-{stage}-{settings.dataset_name}", additional_parameters=options)
+        arguments = [settings] * parts, [stage] * parts, range(parts), [parts] * parts
+        jobs = submit_array(executor, run_part, *arguments, hint="cancel the jobs of the stages before it")
+        for job in jobs:
+            metadata.record_job(str(job.job_id), DEDUPLICATION)
+        array = str(jobs[0].job_id).split("_")[0]
+        before = f"afterok:{array}"
+        print(f"stage {stage}: {number} tasks in {parts} jobs of Slurm array {array}", flush=True)
+
+
+def node_memory() -> int:
+    """Return the bytes that Slurm gave this job on its node, or those of this machine."""
+    megabytes = int(os.environ.get("SLURM_MEM_PER_NODE") or 0)
+    return megabytes << 20 or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _bytes(mem: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([KMGT]?)B?", mem.upper()).groups()  # type: ignore[union-attr] # checked before
+    return int(number) << {"K": 10, "": 20, "M": 20, "G": 30, "T": 40}[unit]
+
+
+def check_memory(stages: DedupStages, stage: str, memory: int) -> int:
+    """Return the bytes of a process of a stage, about. Raises InputError, with the number of tasks or of buckets that
+    fits, if a node has less `memory`."""
+    records = [record["documents"] for record in stages.records("documents")]
+    if stage == "clusters":
+        sizes = [file.stat().st_size for file in sorted((stages.work / "buckets").glob("*.dups"))]
+        documents = [min(size // 8, sum(records)) for size in itertools.accumulate(sizes)]  # of 16 bytes a pair
+        needs = [_PROCESS_BYTES + _CLUSTER_BYTES * number for number in documents] or [_PROCESS_BYTES]
+        fits = f"dedup.minhash.num_buckets: {sum(need <= memory for need in needs)} fits"
+    else:
+        line = (stages.minhash.hashes_per_bucket + 1) * 8
+        each = {"documents": _HASH_BYTES * stages.settings.exact, "signatures": 2 * line}.get(stage, 0)
+        largest = max(records) if len(records) == stages.tasks else _largest_task(stages) if each else 0
+        needs = [_PROCESS_BYTES + each * largest]
+        room = max(memory - _PROCESS_BYTES, 1)
+        fits = f"tasks: {math.ceil(stages.tasks * each * largest / room)} fits, of at least as many files"
+    if needs[-1] > memory:
+        words = (
+            f"stage {stage} needs about {needs[-1] / 1e9:.1f} GB for one process, and a node has {memory / 1e9:.1f} GB"
+        )
+        raise InputError(words, where=stages.output, hint=f"{fits}; or give the jobs more memory (job.mem)")
+    return needs[-1]
+
+
+def _largest_task(stages: DedupStages) -> int:
+    """Return the documents of the largest task, estimated by the beginning of a few files."""
+    inputs = stat_inputs(stages.dataset, stages.files, missing_ok=True)
+    rows = size = 0.0
+    for name, on_disk, _ in inputs[:: max(1, len(inputs) // _SAMPLED_FILES)]:
+        with contextlib.suppress(InputError):  # the task of the file says what is wrong with it
+            path, column = join_path(stages.dataset, name), stages.options.column
+            (file,) = inspect_files([(path, on_disk)], column)
+            array = next(read_column(path, column, batch_bytes=1 << 20), None)
+            if array is not None and array.nbytes:
+                rows, size = rows + (file.rows or file.size * len(array) / array.nbytes), size + on_disk
+    largest = max(sum(size for _, size, _ in inputs[task :: stages.tasks]) for task in range(stages.tasks))
+    return int(largest * rows / size) if size else 0
