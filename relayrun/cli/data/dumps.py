@@ -17,7 +17,7 @@ from relayrun.tokens.readers.inputs import data_endings
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
 from relayrun.tokens.tokenize.dumps import dump_size, prepare_dumps, print_dumps
-from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
+from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags
 from relayrun.tokens.tokenize.processes import use_one_thread
 
@@ -75,28 +75,15 @@ def add_submit_dumps_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_submit_dumps)
 
 
-def _load_config(options: argparse.Namespace) -> TokenizationConfig:
-    config = load_tokenization_config(options.config)
-    return config if options.executor is None else config.model_copy(update={"executor": options.executor})
-
-
 def run_submit_dumps(options: argparse.Namespace) -> int:
-    """Tokenize every dump of a dataset, as Slurm jobs or on this machine. Raises RelayrunError."""
-    submit_dumps(_load_config(options), wait=options.wait)
-    return 0
-
-
-def add_dedup_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command: those of `submit`."""
-    add_submit_dumps_arguments(parser)
-    parser.set_defaults(run=run_dedup)
-
-
-def run_dedup(options: argparse.Namespace) -> int:
-    """Deduplicate the documents of all dumps, as Slurm jobs or on this machine. Raises RelayrunError."""
-    from relayrun.tokens.curate.dedup_jobs import deduplicate  # datatrove takes a second to import
-
-    deduplicate(_load_config(options), wait=options.wait)
+    """Tokenize or deduplicate the dumps of a dataset, as Slurm jobs or on this machine. Raises RelayrunError."""
+    config = load_tokenization_config(options.config)
+    if options.executor is not None:
+        config = config.model_copy(update={"executor": options.executor})
+    start = submit_dumps
+    if getattr(options, "dumps_command", None) == "dedup":
+        from relayrun.tokens.curate.dedup_jobs import deduplicate as start  # datatrove takes a second to import
+    start(config, wait=options.wait)
     return 0
 
 
@@ -106,7 +93,7 @@ SUBCOMMANDS = (
     ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", tokenize.add_tokenizer_arguments),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", tokenize.add_shuffle_arguments),
     ("prepare", "split a dataset into dumps, one job each", add_prepare_arguments),
-    ("dedup", "duplicates and text of evaluations out of all dumps, in stages of jobs", add_dedup_arguments),
+    ("dedup", "duplicates and text of evaluations out of all dumps, in stages", add_submit_dumps_arguments),
     ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", add_submit_dumps_arguments),
     ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_tokenize_arguments),
     ("merge", "the shards of a folder as one shard", shards.add_merge_shards_arguments),
@@ -154,9 +141,8 @@ def run_dump_status(options: argparse.Namespace) -> int:
     """Print the status of the dumps of a metadata folder."""
     if options.watch is not None:
         return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
-    print(dump_status.status_table(dump_status.read_status(options.folder)))
-    for line in dump_status.dedup_status(options.folder):
-        print(line)
+    table = dump_status.status_table(dump_status.read_status(options.folder))
+    print(table, *dump_status.dedup_status(options.folder), sep="\n")
     return 0
 
 

@@ -8,10 +8,9 @@
     clusters     the documents to remove                                            1
     kept         the documents that stay, as .jsonl.gz in the output folder         `tasks`
 
-The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. Its record first
-names them, then they get their names, then the record has the key of the task: a digest of what it was made from. A
-task is done if its record has today's key and its files have the recorded checksums. So a killed task begins again,
-and a changed input makes all again that depends on it, with the same bytes for the same input.
+The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
+their names, and then a record has their checksums. A task is done if its files are those of its record. A killed task
+begins again, with the same bytes: they depend on the input files and the settings. Other files: all stages begin again.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
-import hashlib
 import importlib.metadata
 import itertools
-import json
+import logging
 import os
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +54,8 @@ from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
 from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line
 from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
+
+log = logging.getLogger(__name__)
 
 _CLUSTER_SIZE = "minhash_cluster_size"
 _LINES = 1000
@@ -112,6 +113,13 @@ class _Dropped:
         self._lines.write(exclusion_line(document, before, place))
 
 
+def _parameters(cls: Any, given: Mapping[str, Any] | None) -> Any:
+    """Return datatrove's parameters. Text is hashed by sha1, as FineWeb's is: xxhash 4 takes bytes alone."""
+    config = build_config(cls, {"hash_config": {"hash_fc": "sha1"}} | dict(given or {}))
+    create_hash_func(config.hash_config)("text")
+    return config
+
+
 class DedupStages:
     """The stages of a data set, and the work of each task."""
 
@@ -122,25 +130,21 @@ class DedupStages:
         self.options, self.settings = settings, settings.dedup
         metadata = DumpsFolder(settings.metadata_folder)
         self.dataset = metadata.dataset()
-        lists = [file for folder in (metadata.dumps, metadata.completed) for file in folder.glob("paths_file_*.txt")]
-        self.files = sorted({name for file in lists for name in read_paths_file(file)})
-        if not self.files:
-            raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
+        self.files = sorted(name for file in metadata.paths_files() for name in read_paths_file(file))
         self.output = Path(self.settings.output_folder)
         self.work = self.output / WORK
         self._records = self.work / "records"
-        self.tasks = min(settings.tasks, len(self.files))
-        self.minhash = self._config("minhash", dedup.MinhashConfig)
-        self.ngrams = self._config("decontamination", decont.NGramsDecontConfig)
+        self.minhash = self._made("minhash", functools.partial(_parameters, dedup.MinhashConfig))
+        self.ngrams = self._made("decontamination", functools.partial(_parameters, decont.NGramsDecontConfig))
         self._exact = dedup.ExactDedupConfig(content_getter=_text, hash_config=HashConfig(hash_fc="sha1"))
         exact, minhash = self.settings.exact, self.settings.minhash is not None
-        evaluations = self.settings.evaluations is not None
-        numbers = {"evaluations": int(evaluations), "documents": self.tasks}
-        numbers |= {"exact": exact * self.tasks, "signatures": minhash * self.tasks}
-        numbers |= {"buckets": minhash * self.minhash.num_buckets, "clusters": int(minhash), "kept": self.tasks}
+        index, self.tasks = self.settings.evaluations is not None, min(settings.tasks, len(self.files))
+        self._words = self._made("language", find_word_tokenizer) if minhash or index else None
+        numbers = {"evaluations": int(index), "documents": self.tasks, "exact": exact * self.tasks}
+        numbers |= {"signatures": minhash * self.tasks, "buckets": minhash * self.minhash.num_buckets}
+        numbers |= {"clusters": int(minhash), "kept": self.tasks}
         self.stages = {name: number for name, number in numbers.items() if number}
         """Tasks of each stage, in order."""
-        self._words = self._made("language", find_word_tokenizer) if minhash or evaluations else None
 
     def _made(self, name: str, make: Callable[[Any], Any]) -> Any:
         """Return what datatrove makes of a setting. Raises InputError."""
@@ -149,101 +153,88 @@ class DedupStages:
         except (InputError, ImportError, TypeError, ValueError) as error:
             raise InputError(getattr(error, "message", str(error)), where=f"dedup.{name}") from None
 
-    def _config(self, name: str, cls: Any) -> Any:
-        """Return datatrove's parameters. Text is hashed by sha1, as FineWeb's is: xxhash 4 takes bytes alone."""
-
-        def make(given: dict[str, Any] | None) -> Any:
-            config = build_config(cls, {"hash_config": {"hash_fc": "sha1"}} | (given or {}))
-            create_hash_func(config.hash_config)("text")
-            return config
-
-        return self._made(name, make)
-
-    def begin(self) -> None:
-        """Write down the settings. Raises InputError if the folder holds stages of others."""
-        options, file = self.options, self.work / "settings.json"
-        now = self.settings.model_dump(exclude={"output_folder"}) | {"pipeline": describe_steps(options.pipeline)}
-        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")} | {
-            "stages": self.stages
-        }
-        now = json.loads(json.dumps(now | {"datatrove": importlib.metadata.version("datatrove")}))
-        before = read_json(file) if file.exists() else now
-        if different := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
-            words = f"this folder holds a deduplication with another choice of {', '.join(different)}"
-            hint = "use another output folder, or delete this one to begin again"
-            raise InputError(words, where=self.output, hint=hint)
-        self._records.mkdir(parents=True, exist_ok=True)
-        for folder in (self.work, self._records):
-            remove_leftovers(folder)
-        write_json(file, now)
-
-    def _record_file(self, stage: str, task: int) -> Path:
-        return self._records / f"{stage}-{task:05d}.json"
-
-    def records(self, stage: str) -> list[dict[str, Any]]:
-        """Return the records of the finished tasks of a stage, by task."""
-        found = []
-        for task in range(self.stages[stage]):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(read_json(self._record_file(stage, task)))
-        return [record for record in found if record["key"] is not None]
-
-    def unfinished(self, stage: str, tasks: Iterable[int], threads: int = 1) -> list[tuple[int, str]]:
-        """Return the tasks that are not done, each with its key. Reads every file of a finished task. Raises
-        RelayrunError if a stage before this one is not complete."""
-        before = hashlib.sha256()
-        for earlier in itertools.takewhile(lambda name: name != stage, self.stages):
-            records = self.records(earlier)
-            if len(records) < self.stages[earlier]:
-                words = f"stage {earlier} is not complete: {len(records)} of {self.stages[earlier]} tasks are done"
-                raise RelayrunError(words, where=self.work, hint="the same command again makes the others")
-            before.update(json.dumps([record["files"] for record in records]).encode())
-        keys = [(task, f"{before.hexdigest()} {self._inputs(stage, task)}") for task in tasks]
-        with ThreadPoolExecutor(threads) as pool:
-            done = list(pool.map(lambda each: self._is_done(stage, *each), keys))
-        return [each for each, is_done in zip(keys, done, strict=True) if not is_done]
-
-    def _inputs(self, stage: str, task: int) -> Any:
-        """Return path, size and time of the files that a task reads besides those of other stages."""
-        if stage == "documents":
-            return stat_inputs(self.dataset, self.files[task :: self.tasks], missing_ok=self.options.skips_files)
-        return stat_inputs(str(self.settings.evaluations), self._evaluations()) if stage == "evaluations" else None
-
     def _evaluations(self) -> list[str]:
         found = take_inventory(str(self.settings.evaluations))
         found.refuse()
         return [file.path for file in found.taken]
 
-    def _is_done(self, stage: str, task: int, key: str) -> bool:
+    def _inputs(self) -> list[Any]:
+        """Return path, size and time of each input file, as JSON has them."""
+        found = stat_inputs(self.dataset, self.files, missing_ok=self.options.skips_files)
+        if self.settings.evaluations is not None:
+            found += stat_inputs(self.settings.evaluations, self._evaluations())
+        return [list(file) for file in found]
+
+    def begin(self) -> None:
+        """Write down the settings and the inputs, and drop what was made of other inputs. Raises InputError if the
+        folder holds a deduplication with other settings."""
+        options, file = self.options, self.work / "settings.json"
+        now = self.settings.model_dump(exclude={"output_folder"}) | {"pipeline": describe_steps(options.pipeline)}
+        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
+        now |= {"datatrove": importlib.metadata.version("datatrove"), "inputs": self._inputs(), "stages": self.stages}
+        before = read_json(file) if file.exists() else now
+        different = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        if others := sorted(different - {"inputs", "stages"}):
+            words = f"this folder holds a deduplication with another choice of {', '.join(others)}"
+            hint = "use another output folder, or delete this one to begin again"
+            raise InputError(words, where=self.output, hint=hint)
+        if different:
+            log.warning("%s: the files of the data set changed: all stages begin again", self.output)
+            for stage in ("records", *self.stages):  # records first: a kill leaves none of files that are gone
+                shutil.rmtree(self.work / stage, ignore_errors=True)
+            for made in self.output.glob("*.jsonl.gz"):
+                made.unlink()
+        self._records.mkdir(parents=True, exist_ok=True)
+        for folder in (self.work, self._records):
+            remove_leftovers(folder)
+        write_json(file, now)
+
+    def records(self, stage: str) -> list[dict[str, Any]]:
+        """Return the records of the finished tasks of a stage."""
+        return [read_json(file) for file in sorted(self._records.glob(f"{stage}-[0-9]*.json"))]
+
+    def unfinished(self, stage: str, tasks: Sequence[int], threads: int) -> list[int]:
+        """Return the tasks that are not done. Reads every file of a finished task. Raises RelayrunError if a stage
+        before this one is not complete, or an input has changed."""
+        for earlier in itertools.takewhile(lambda name: name != stage, self.stages):
+            if (done := len(self.records(earlier))) < self.stages[earlier]:
+                words = f"stage {earlier} is not complete: {done} of {self.stages[earlier]} tasks are done"
+                raise RelayrunError(words, where=self.work, hint="the same command again makes the others")
+        if read_json(self.work / "settings.json")["inputs"] != self._inputs():
+            words = "files of the data set have changed since the deduplication began"
+            raise RelayrunError(words, where=self.dataset, hint="the same command again begins anew")
+        with ThreadPoolExecutor(threads) as pool:
+            done = list(pool.map(functools.partial(self._is_done, stage), tasks))
+        return [task for task, is_done in zip(tasks, done, strict=True) if not is_done]
+
+    def _record_file(self, stage: str, task: int) -> Path:
+        return self._records / f"{stage}-{task:05d}.json"
+
+    def _is_done(self, stage: str, task: int) -> bool:
         try:
-            record = read_json(self._record_file(stage, task))
-            files = record["files"].items()
-            return record["key"] == key and all(file_checksum(self.output / name) == digest for name, digest in files)
+            files = read_json(self._record_file(stage, task))["files"].items()
+            return all(file_checksum(self.output / name) == digest for name, digest in files)
         except (OSError, ValueError, KeyError):
             return False
 
-    def run_task(self, stage: str, each: tuple[int, str]) -> dict[str, Any]:
-        """Do a task, given with its key; return its record."""
+    def run_task(self, stage: str, task: int) -> dict[str, Any]:
+        """Do a task; return its record."""
         logger.disable("datatrove")
         dedup.minhash.tqdm = dedup.exact_dedup.tqdm = functools.partial(tqdm, disable=True)
-        (task, key), started, record_file = each, time.time(), self._record_file(stage, each[0])
-        with contextlib.suppress(OSError, ValueError):  # files of other inputs, which may be more
-            for name in read_json(record_file)["files"]:
-                (self.output / name).unlink(missing_ok=True)
+        started = time.time()
         with work_folder(self.work) as folder:
             (folder / WORK / stage).mkdir(parents=True)
             record: dict[str, Any] = getattr(self, f"_make_{stage}")(folder, task) or {}
             made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-            record |= {"key": None, "files": {name: file_checksum(folder / name) for name in made}}
+            record["files"] = {name: file_checksum(folder / name) for name in made}
             fsync_tree(folder)
-            write_json(record_file, record)
             for name in made:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(folder / name, self.output / name)
             for parent in {(self.output / name).parent for name in made}:
                 fsync_directory(parent)
-        record |= {"key": key, "seconds": round(time.time() - started, 3)}
-        write_json(record_file, record)
+        record["seconds"] = round(time.time() - started, 3)
+        write_json(self._record_file(stage, task), record)
         return record
 
     def _arrays(self, dataset: str, name: str, rows: DocumentRows) -> Iterator[pa.Array]:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import os
-import re
 import time
 from typing import Any
 
@@ -24,7 +23,6 @@ from relayrun.tokens.tokenize.dumps import DEDUPLICATION, DumpsFolder, replace_l
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.processes import (
     JobRequeued,
-    file_lock,
     requeue_before_time_limit,
     run_tasks,
     use_one_thread,
@@ -40,41 +38,33 @@ _SAMPLED_FILES = 8
 def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
     """Do all stages of a data set: here, or as Slurm arrays of which each waits for the one before. A stage goes on
     where it stopped. Raises InputError for wrong settings and too little memory, RelayrunError if a stage fails."""
-    settings = config.absolute(os.getcwd())
+    settings, local = config.absolute(os.getcwd()), config.executor == "local"
     settings.check()
     stages, metadata = DedupStages(settings), DumpsFolder(settings.metadata_folder)
-    mem = config.job.mem if config.executor == "slurm" else None
-    for stage in stages.stages if config.executor == "local" or mem else ():
-        check_memory(stages, stage, node_memory() if mem is None else _bytes(mem))
-    stages.work.mkdir(parents=True, exist_ok=True)
-    kept = on_interrupt(lambda: "finished tasks are kept; the same command goes on")
-    if config.executor == "local":
-        with kept, metadata.in_use(), file_lock(stages.work / ".lock", wait=False) as held:
-            if not held:
-                raise RelayrunError("another process deduplicates here", where=stages.output, hint="wait for it")
-            _begin(stages, metadata)
+    if memory := node_memory() if local else config.job.mem_bytes:
+        for stage in stages.stages:
+            check_memory(stages, stage, memory)
+    stages.output.mkdir(parents=True, exist_ok=True)
+    with metadata.hold():
+        metadata.refuse_live_jobs()
+        stages.begin()
+        (stages.work / ERROR_FILE).unlink(missing_ok=True)
+        replace_link(metadata.dedup_link, str(stages.output))
+        if not local:
+            _submit(config, settings, stages, metadata)
+    if local:
+        with on_interrupt(lambda: "finished tasks are kept; the same command goes on"), metadata.in_use():
             for stage in stages.stages:
                 run_part(settings, stage, 0, 1)
-    else:
-        with metadata.hold():
-            metadata.refuse_live_jobs()
-            _begin(stages, metadata)
-            _submit(config, settings, stages, metadata)
-        if not wait:
-            return
-        with on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}"):
-            while metadata.live_jobs():
-                time.sleep(10 * POLL_SECONDS)
+    elif not wait:
+        return
+    with on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}"):
+        while metadata.live_jobs():
+            time.sleep(10 * POLL_SECONDS)
     lines = dedup_status(metadata.path)
     if len(stages.records("kept")) < stages.tasks:
         raise RelayrunError(lines[-1], where=stages.output, hint=f"logs: {settings.job_output_files}")
     print("\n".join(lines))
-
-
-def _begin(stages: DedupStages, metadata: DumpsFolder) -> None:
-    stages.begin()
-    (stages.work / ERROR_FILE).unlink(missing_ok=True)
-    replace_link(metadata.dedup_link, str(stages.output))
 
 
 def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> None:
@@ -83,14 +73,14 @@ def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> 
     stages = DedupStages(settings)
     try:
         with requeue_before_time_limit(lambda: len(stages.records(stage))):
-            need, memory = check_memory(stages, stage, node_memory()), node_memory()
-            most = (len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers, memory // need)
-            todo = stages.unfinished(stage, range(part, stages.stages[stage], of), max(1, min(most)))
+            cores = len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers
+            workers = max(1, min(cores, node_memory() // check_memory(stages, stage, node_memory())))
 
-            def on_done(each: tuple[int, str], record: dict[str, Any]) -> None:
-                print(f"{stage} {each[0]}: {record['seconds']:.1f} s", flush=True)
+            def on_done(task: int, record: dict[str, Any]) -> None:
+                print(f"{stage} {task}: {record['seconds']:.1f} s", flush=True)
 
-            run_tasks(functools.partial(stages.run_task, stage), todo, max(1, min(most)), on_done, where=stages.work)
+            todo = stages.unfinished(stage, range(part, stages.stages[stage], of), workers)
+            run_tasks(functools.partial(stages.run_task, stage), todo, workers, on_done, where=stages.work)
     except JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
@@ -105,8 +95,7 @@ def _submit(
     """Submit an array of at most `max_parallel` jobs for each stage that is not done."""
     executor, before = slurm_executor(config, settings), config.job.dependency
     settings = TokenizationSettings.model_validate(settings.model_dump(include=set(TokenizationSettings.model_fields)))
-    left = itertools.dropwhile(lambda each: not stages.unfinished(each[0], range(each[1])), stages.stages.items())
-    for stage, number in left:
+    for stage, number in stages.stages.items():
         parts = min(number, config.max_parallel, max(1, slurm_scheduler().max_array_size()))
         options = sbatch_parameters(config, settings, [before]) | {"kill_on_invalid_dep": "yes"}
         executor.update_parameters(job_name=f"dedup-{stage}-{settings.dataset_name}", additional_parameters=options)
@@ -123,11 +112,6 @@ def node_memory() -> int:
     """Return the bytes that Slurm gave this job on its node, or those of this machine."""
     megabytes = int(os.environ.get("SLURM_MEM_PER_NODE") or 0)
     return megabytes << 20 or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _bytes(mem: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)([KMGT]?)B?", mem.upper()).groups()  # type: ignore[union-attr] # checked before
-    return int(number) << {"K": 10, "": 20, "M": 20, "G": 30, "T": 40}[unit]
 
 
 def check_memory(stages: DedupStages, stage: str, memory: int) -> int:

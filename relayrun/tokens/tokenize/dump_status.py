@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.terminal import format_table, show_in_place, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
@@ -92,8 +91,7 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     metadata = DumpsFolder(metadata_folder)
     # in this order: a dump that moves in between is in both
     pending, finished = set(metadata.pending()), set(metadata.finished())
-    if not finished and not pending:
-        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
+    metadata.paths_files()
     now, sizes = time.time() if now is None else now, metadata.sizes()
     return [
         _read_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
@@ -251,8 +249,8 @@ def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         counts: dict[str, list[dict[str, Any]]] = {}
         for file in sorted((work / "records").iterdir()):
-            if file.suffix == ".json" and (record := read_json(file))["key"] is not None:
-                counts.setdefault(file.name.rpartition("-")[0], []).append(record)
+            if file.suffix == ".json":
+                counts.setdefault(file.name.rpartition("-")[0], []).append(read_json(file))
         for stage, number in read_json(work / "settings.json")["stages"].items():
             records = counts.get(stage, [])
             steps = shard_folder.describe_step_counts(record.get("steps", []) for record in records)

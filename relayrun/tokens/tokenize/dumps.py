@@ -87,6 +87,14 @@ class DumpsFolder:
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
 
+    def paths_files(self) -> list[Path]:
+        """Return the paths files of all dumps, the finished ones last. Raises InputError if there are no dumps."""
+        pending = [self.paths_file(index) for index in self.pending()]
+        found = pending + [self.completed / f"paths_file_{index}.txt" for index in self.finished()]
+        if not found:
+            raise InputError("there are no dumps here", where=self.path, hint="`relayrun dumps prepare` makes them")
+        return found
+
     def shards(self, index: int) -> Path:
         """Return the folder of the shards of dump `index`."""
         return self.tokenized_link.resolve() / f"dump-{index}"
