@@ -80,10 +80,12 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
     config = load_tokenization_config(options.config)
     if options.executor is not None:
         config = config.model_copy(update={"executor": options.executor})
-    start = submit_dumps
     if getattr(options, "dumps_command", None) == "dedup":
-        from relayrun.tokens.curate.dedup_jobs import deduplicate as start  # datatrove takes a second to import
-    start(config, wait=options.wait)
+        from relayrun.tokens.curate.dedup_jobs import deduplicate  # datatrove takes a second to import
+
+        deduplicate(config, wait=options.wait)
+    else:
+        submit_dumps(config, wait=options.wait)
     return 0
 
 

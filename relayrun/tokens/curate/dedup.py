@@ -10,7 +10,7 @@
 
 The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
 their names, and then a record has their checksums. A task is done if its files are those of its record. A killed task
-begins again, with the same bytes: they depend on the input files and the settings. Other files: all stages begin again.
+begins again, with the same bytes: they depend on the input files and the settings, which may not change meanwhile.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ import functools
 import gzip
 import importlib.metadata
 import itertools
-import logging
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,9 +53,8 @@ from relayrun.tokens.tokenize.shard_folder import exclusion_file
 from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line
 from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
 
-log = logging.getLogger(__name__)
-
 _CLUSTER_SIZE = "minhash_cluster_size"
+_SAME = "same text as another document"
 _LINES = 1000
 """Signatures and pairs read at a time; datatrove reads 5."""
 
@@ -86,17 +83,10 @@ def _read(file: Path) -> Iterator[Any]:
 
 
 class _Dropped:
-    """The exclusion writer of a block of datatrove, and the counts of the block."""
+    """The exclusion writer of a block of datatrove."""
 
     def __init__(self, lines: JsonLines, step: str, reason: str) -> None:
-        self.counts: dict[str, Any] = {"step": step, "in": 0, "out": 0, "dropped": {reason: 0}}
-        self._lines, self._reason = lines, reason
-
-    def count(self, documents: Iterable[Any]) -> Iterator[Any]:
-        for document in documents:
-            self.counts["in"] += 1
-            self.counts["out"] += 1
-            yield document
+        self._lines, self._place = lines, {"step": step, "reason": reason}
 
     def __enter__(self) -> _Dropped:
         return self
@@ -106,11 +96,8 @@ class _Dropped:
 
     def write(self, document: Any, rank: int = 0) -> None:
         """Take the document that the block drops."""
-        self.counts["out"] -= 1
-        self.counts["dropped"][self._reason] += 1
         before = {name: value for name, value in document.metadata.items() if name != _CLUSTER_SIZE}
-        place = {"id": document.id, **document.place, "step": self.counts["step"], "reason": self._reason}
-        self._lines.write(exclusion_line(document, before, place))
+        self._lines.write(exclusion_line(document, before, {"id": document.id, **document.place, **self._place}))
 
 
 def _parameters(cls: Any, given: Mapping[str, Any] | None) -> Any:
@@ -166,24 +153,16 @@ class DedupStages:
         return [list(file) for file in found]
 
     def begin(self) -> None:
-        """Write down the settings and the inputs, and drop what was made of other inputs. Raises InputError if the
-        folder holds a deduplication with other settings."""
+        """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
         options, file = self.options, self.work / "settings.json"
         now = self.settings.model_dump(exclude={"output_folder"}) | {"pipeline": describe_steps(options.pipeline)}
         now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
-        now |= {"datatrove": importlib.metadata.version("datatrove"), "inputs": self._inputs(), "stages": self.stages}
+        now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
         before = read_json(file) if file.exists() else now
-        different = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
-        if others := sorted(different - {"inputs", "stages"}):
-            words = f"this folder holds a deduplication with another choice of {', '.join(others)}"
+        if different := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            words = f"this folder holds a deduplication with another choice of {', '.join(different)}"
             hint = "use another output folder, or delete this one to begin again"
             raise InputError(words, where=self.output, hint=hint)
-        if different:
-            log.warning("%s: the files of the data set changed: all stages begin again", self.output)
-            for stage in ("records", *self.stages):  # records first: a kill leaves none of files that are gone
-                shutil.rmtree(self.work / stage, ignore_errors=True)
-            for made in self.output.glob("*.jsonl.gz"):
-                made.unlink()
         self._records.mkdir(parents=True, exist_ok=True)
         for folder in (self.work, self._records):
             remove_leftovers(folder)
@@ -195,14 +174,11 @@ class DedupStages:
 
     def unfinished(self, stage: str, tasks: Sequence[int], threads: int) -> list[int]:
         """Return the tasks that are not done. Reads every file of a finished task. Raises RelayrunError if a stage
-        before this one is not complete, or an input has changed."""
+        before this one is not complete."""
         for earlier in itertools.takewhile(lambda name: name != stage, self.stages):
             if (done := len(self.records(earlier))) < self.stages[earlier]:
                 words = f"stage {earlier} is not complete: {done} of {self.stages[earlier]} tasks are done"
                 raise RelayrunError(words, where=self.work, hint="the same command again makes the others")
-        if read_json(self.work / "settings.json")["inputs"] != self._inputs():
-            words = "files of the data set have changed since the deduplication began"
-            raise RelayrunError(words, where=self.dataset, hint="the same command again begins anew")
         with ThreadPoolExecutor(threads) as pool:
             done = list(pool.map(functools.partial(self._is_done, stage), tasks))
         return [task for task, is_done in zip(tasks, done, strict=True) if not is_done]
@@ -266,10 +242,8 @@ class DedupStages:
                 rows, before = steps.begin_file(name), documents
                 lines.begin_member()
                 try:
-                    for document in itertools.chain.from_iterable(
-                        map(steps.documents, self._arrays(self.dataset, name, rows))
-                    ):
-                        if document.text:
+                    for array in self._arrays(self.dataset, name, rows):
+                        for document in filter(lambda document: document.text, steps.documents(array)):
                             lines.write(_line(document, file=name, row=steps.row - 1))
                             documents += 1
                     bad.update(rows.counts)
@@ -289,17 +263,17 @@ class DedupStages:
         hashes, found = str(self.work / "documents" / "hashes"), str(folder / WORK / "exact")
         dedup.ExactFindDedups(hashes, found, self._exact).run(None, task, self.tasks)
 
-    def _unique(self, task: int, writer: _Dropped | None = None) -> Iterator[Any]:
-        """Yield the documents of a task that the exact stage leaves; `writer` takes the others."""
+    def _unique(self, task: int, writer: _Dropped | None = None) -> tuple[Iterator[Any], dict[str, Any]]:
+        """Return the documents of a task that the exact stage leaves, and its block; `writer` takes the others."""
         documents = _read(self.work / "documents" / f"{task:05d}.jsonl.gz")
         if not self.settings.exact:
-            return documents
-        documents = documents if writer is None else writer.count(documents)
-        return iter(dedup.ExactDedupFilter(str(self.work / "exact"), self._exact, writer).run(documents, task))
+            return documents, {}
+        block = dedup.ExactDedupFilter(str(self.work / "exact"), self._exact, writer)
+        return block.run(documents, task), {"exact": block}
 
     def _make_signatures(self, folder: Path, task: int) -> None:
         place = str(folder / WORK / "signatures")
-        dedup.MinhashDedupSignature(place, self.minhash, self._words).run(self._unique(task), task)
+        dedup.MinhashDedupSignature(place, self.minhash, self._words).run(self._unique(task)[0], task)
 
     def _make_buckets(self, folder: Path, task: int) -> None:
         places, config = (str(self.work / "signatures"), str(folder / WORK / "buckets")), self.minhash
@@ -313,14 +287,15 @@ class DedupStages:
     def _make_kept(self, folder: Path, task: int) -> dict[str, Any]:
         file = exclusion_file(folder / WORK / "kept", f"{task:05d}")
         with JsonLines(file) as lines, JsonLines(folder / f"{task:05d}.jsonl.gz") as kept:
-            exact = _Dropped(lines, "exact", "same text as another document")
-            minhash = _Dropped(lines, "minhash", "nearly the same text as another document")
-            documents = self._unique(task, exact)
+            documents, blocks = self._unique(task, _Dropped(lines, "exact", _SAME))
             if self.settings.minhash is not None:
-                block = dedup.MinhashDedupFilter(str(self.work / "clusters"), minhash, load_cluster_sizes=True)
-                documents = block.run(minhash.count(documents), task)
+                writer = _Dropped(lines, "minhash", f"nearly the {_SAME}")
+                block = dedup.MinhashDedupFilter(str(self.work / "clusters"), writer, load_cluster_sizes=True)
+                documents, blocks = block.run(documents, task), blocks | {"minhash": block}
             for document in documents:
                 document.metadata.pop(_CLUSTER_SIZE, None)
                 kept.write(_line(document))
-        blocks = {"exact": exact, "clusters": minhash}
-        return {"steps": [block.counts for stage, block in blocks.items() if stage in self.stages]}
+        counts = {
+            name: [int(each.stats[hint].total) for hint in ("total", "forwarded")] for name, each in blocks.items()
+        }
+        return {"steps": [{"step": name, "in": read, "out": left} for name, (read, left) in counts.items()]}

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import time
-from typing import Any
 
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, on_interrupt
@@ -71,16 +70,19 @@ def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> 
     """Do every `of`-th task of a stage, from task `part` on: the work of one job. Done tasks are kept."""
     use_one_thread()
     stages = DedupStages(settings)
+    stages.begin()  # refuses files that have changed since the submission
     try:
         with requeue_before_time_limit(lambda: len(stages.records(stage))):
             cores = len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers
             workers = max(1, min(cores, node_memory() // check_memory(stages, stage, node_memory())))
-
-            def on_done(task: int, record: dict[str, Any]) -> None:
-                print(f"{stage} {task}: {record['seconds']:.1f} s", flush=True)
-
             todo = stages.unfinished(stage, range(part, stages.stages[stage], of), workers)
-            run_tasks(functools.partial(stages.run_task, stage), todo, workers, on_done, where=stages.work)
+            run_tasks(
+                functools.partial(stages.run_task, stage),
+                todo,
+                workers,
+                lambda task, _: print(f"{stage} {task}", flush=True),
+                where=stages.work,
+            )
     except JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
@@ -131,11 +133,9 @@ def check_memory(stages: DedupStages, stage: str, memory: int) -> int:
         room = max(memory - _PROCESS_BYTES, 1)
         fits = f"tasks: {math.ceil(stages.tasks * each * largest / room)} fits, of at least as many files"
     if needs[-1] > memory:
-        words = (
-            f"stage {stage} needs about {needs[-1] / 1e9:.1f} GB for one process, and a node has {memory / 1e9:.1f} GB"
-        )
+        words = f"one process of stage {stage} needs about {needs[-1] / 1e9:.1f} GB, a node has {memory / 1e9:.1f} GB"
         raise InputError(words, where=stages.output, hint=f"{fits}; or give the jobs more memory (job.mem)")
-    return needs[-1]
+    return int(needs[-1])
 
 
 def _largest_task(stages: DedupStages) -> int:
