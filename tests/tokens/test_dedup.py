@@ -33,6 +33,7 @@ from relayrun.tokens.tokenize.dump_status import dedup_status
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
 from tests.tokenization_corpus import train_tokenizer
+from tests.tokens.test_dump_steps import word_tokenizers_missing
 
 HERE = __name__
 QUESTION = "what is the seventh planet of the sun called it is uranus"
@@ -328,6 +329,11 @@ def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: 
         ({"minhash": {"hash_config": {"precission": 32}}}, "unknown argument; did you mean 'precision'?"),
         ({"decontamination": {"find_overlap": True}}, "did you mean 'find_overlap_ngrams'"),
         ({"language": "klingon"}, "dedup.language: Language 'klingon' doesn't have a tokenizer"),
+        pytest.param(
+            {"language": "ka"},
+            "dedup.language: Please install `spacy` to use xx word tokenizer",
+            marks=pytest.mark.skipif(not word_tokenizers_missing(), reason="spaCy is installed"),
+        ),
         ({"language": "no.such.Words"}, "dedup.language: no.such.Words cannot be imported"),
     ],
 )

@@ -180,8 +180,8 @@ class DedupStages:
                 words = f"stage {earlier} is not complete: {done} of {self.stages[earlier]} tasks are done"
                 raise RelayrunError(words, where=self.work, hint="the same command again makes the others")
         with ThreadPoolExecutor(threads) as pool:
-            done = list(pool.map(functools.partial(self._is_done, stage), tasks))
-        return [task for task, is_done in zip(tasks, done, strict=True) if not is_done]
+            are_done = list(pool.map(functools.partial(self._is_done, stage), tasks))
+        return [task for task, is_done in zip(tasks, are_done, strict=True) if not is_done]
 
     def _record_file(self, stage: str, task: int) -> Path:
         return self._records / f"{stage}-{task:05d}.json"

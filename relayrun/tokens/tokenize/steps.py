@@ -133,10 +133,13 @@ def build_config(cls: Any, given: Mapping[str, Any]) -> Any:
 
 
 def find_word_tokenizer(language: str) -> Any:
-    """Return datatrove's word tokenizer of a language, or an object of the class at an import path."""
+    """Return datatrove's word tokenizer of a language, or an object of the class at an import path. Raises ImportError
+    for a missing package, ValueError for an unknown language."""
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
-    return load_word_tokenizer(_imported(language)() if "." in language else language)
+    found = load_word_tokenizer(_imported(language)() if "." in language else language)
+    found.word_tokenize("word")  # some load their package at the first word
+    return found
 
 
 def _imported(path: str) -> Any:
@@ -181,10 +184,8 @@ def _check_argument(cls: Any, argument: str, value: Any) -> None:
 
 def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
     """Return the word tokenizer that a filter of datatrove loads for its language at its first document; None without.
-    Raises ImportError for a missing package, ValueError for an unknown language."""
-    from datatrove.utils.word_tokenizers import load_word_tokenizer
-
+    Raises as `find_word_tokenizer`."""
     parameter = inspect.signature(cls).parameters.get("language")
     if parameter is None or not cls.__module__.startswith("datatrove.pipeline.filters."):
         return None
-    return load_word_tokenizer(given.get("language", parameter.default))
+    return find_word_tokenizer(given.get("language", parameter.default))
