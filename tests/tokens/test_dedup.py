@@ -21,6 +21,7 @@ from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter, NG
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils import word_tokenizers
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.word_tokenizers import WordTokenizer
 
@@ -30,12 +31,14 @@ from relayrun.tokens.curate import dedup_jobs
 from relayrun.tokens.curate.dedup import DedupStages
 from relayrun.tokens.curate.dedup_jobs import check_memory, deduplicate
 from relayrun.tokens.tokenize.dump_status import dedup_status
-from relayrun.tokens.tokenize.dumps import prepare_dumps
+from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
+from relayrun.tokens.tokenize.steps import build_config
 from tests.tokenization_corpus import train_tokenizer
 from tests.tokens.test_dump_steps import word_tokenizers_missing
 
 HERE = __name__
+ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "what is the seventh planet of the sun called it is uranus"
 SHA1 = HashConfig(hash_fc="sha1")
 MINHASH: dict[str, Any] = {"n_grams": 3, "num_buckets": 5, "hashes_per_bucket": 3}
@@ -227,6 +230,20 @@ def test_each_dropped_document_has_its_reason_and_status_has_the_counts(
     assert f"dedup documents: 3/3 tasks; documents: {first}" in said
     assert f"minhash {len(kept) + numbers[3]} in, {len(kept)} out" in said
     assert "dedup buckets: 5/5 tasks\n" in said
+
+
+def test_nobody_prepares_or_deduplicates_meanwhile(place: Place) -> None:
+    with DumpsFolder(place.folder / "meta").in_use(), pytest.raises(RelayrunError, match="by another process"):
+        deduplicate(place.config(), wait=True)
+
+
+def test_fineweb_has_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_tokenizers, "load_word_tokenizer", lambda language: Words())
+    config = load_tokenization_config(ROOT / "configs/data/fineweb.yaml")
+    assert config.dedup is not None
+    assert config.dedup.minhash is not None
+    found = build_config(dedup.MinhashConfig, config.dedup.minhash)
+    assert found == dedup.MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=SHA1)
 
 
 def test_what_is_kept_is_a_data_set_to_prepare(place: Place) -> None:
