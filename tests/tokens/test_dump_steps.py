@@ -131,11 +131,11 @@ def test_steps_stand_between_reader_and_writer(place: Workplace) -> None:
     result = place.run([{"lambda": {"filter_function": f"{HERE}.is_even"}}, f"{HERE}:Upper"])
     assert place.texts() == [f"DOCUMENT {file} {row}" for file in range(3) for row in range(0, 10, 2)]
     assert result.documents == 15
-    assert "steps: lambda 30 in, 15 out; " in result.summary()
+    assert "steps: lambda 30 in, 15 out (50% of the bytes); " in result.summary()
     record = place.record()
     assert record["shards"]["00000_tokens"]["steps"] == [
-        {"step": "lambda", "in": 10, "out": 5, "dropped": {"dropped": 5}},
-        {"step": f"{HERE}:Upper", "in": 5, "out": 5, "dropped": {}},
+        {"step": "lambda", "in": 10, "out": 5, "bytes_in": 140, "bytes_out": 70, "dropped": {"dropped": 5}},
+        {"step": f"{HERE}:Upper", "in": 5, "out": 5, "bytes_in": 70, "bytes_out": 70, "dropped": {}},
     ]
     first, second = record["settings"]["pipeline"]
     assert first["class"] == "datatrove.pipeline.filters.lambda_filter.LambdaFilter"

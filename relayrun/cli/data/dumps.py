@@ -13,6 +13,7 @@ from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
+from relayrun.errors import ConfigError
 from relayrun.tokens.readers.inputs import data_endings
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
@@ -84,8 +85,11 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
         from relayrun.tokens.curate.dedup_jobs import deduplicate  # datatrove takes a second to import
 
         deduplicate(config, wait=options.wait)
-    else:
-        submit_dumps(config, wait=options.wait)
+        return 0
+    if config.dedup is not None:
+        hint = "tokenize the output folder of `relayrun dumps dedup`, with a YAML of its own"
+        raise ConfigError("these dumps hold the text before `dedup`", where=options.config, hint=hint)
+    submit_dumps(config, wait=options.wait)
     return 0
 
 

@@ -237,7 +237,8 @@ class DedupStages:
         last = [] if self.settings.evaluations is None else [{"decontamination": filtered}]
         steps = ShardSteps(self.options, output=str(place), shard=f"{task:05d}", last=last)
         documents, skipped, bad = 0, {}, Counter[str]()
-        with JsonLines(place / f"{task:05d}.jsonl.gz") as lines, contextlib.closing(steps):
+        lines = JsonLines(place / f"{task:05d}.jsonl.gz")
+        with contextlib.closing(lines), contextlib.closing(steps):
             for name in self.files[task :: self.tasks]:
                 rows, before = steps.begin_file(name), documents
                 lines.begin_member()
@@ -286,7 +287,8 @@ class DedupStages:
 
     def _make_kept(self, folder: Path, task: int) -> dict[str, Any]:
         file = exclusion_file(folder / WORK / "kept", f"{task:05d}")
-        with JsonLines(file) as lines, JsonLines(folder / f"{task:05d}.jsonl.gz") as kept:
+        lines, kept = JsonLines(file), JsonLines(folder / f"{task:05d}.jsonl.gz")
+        with contextlib.closing(lines), contextlib.closing(kept):
             documents, blocks = self._unique(task, _Dropped(lines, "exact", _SAME))
             if self.settings.minhash is not None:
                 writer = _Dropped(lines, "minhash", f"nearly the {_SAME}")

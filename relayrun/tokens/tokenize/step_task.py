@@ -95,12 +95,6 @@ class JsonLines:
         self._member.close()
         self._raw.close()
 
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def exclusion_line(document: Any, before: Mapping[str, Any], place: Mapping[str, Any]) -> bytes:
     """Return the record of a dropped document. Scores are the numbers and words of its metadata that `before` lacks."""
@@ -120,7 +114,14 @@ class _Step:
     def __init__(self, number: int, entry: Any, shard: ShardSteps) -> None:
         self.name, given = name_and_arguments(entry)
         self.step = build_step(entry)
-        self.counts: dict[str, Any] = {"step": self.name, "in": 0, "out": 0, "dropped": {}}
+        self.counts: dict[str, Any] = {
+            "step": self.name,
+            "in": 0,
+            "out": 0,
+            "bytes_in": 0,
+            "bytes_out": 0,
+            "dropped": {},
+        }
         if hasattr(self.step, "exclusion_writer"):
             self.step.exclusion_writer = shard
         self._seed = f"{number} {given.get('seed')}"
@@ -211,21 +212,22 @@ class ShardSteps:
     def _pass(self, document: Any, step: _Step, row: int) -> list[Any]:
         """Return what a step makes of a document; write down why it drops the document."""
         step.counts["in"] += 1
+        step.counts["bytes_in"] += len(document.text.encode())
         step.reseed(document.id)
         before, self._refused = dict(document.metadata), None
         reason = ""
         try:
             found: list[Any] = list(step.step.run(iter([document])))
-            for each in found:
-                each.text.encode()  # a step may leave something else than a text in UTF-8
+            sizes = [len(each.text.encode()) for each in found]  # fails if a step leaves something else than UTF-8
         except Exception as error:
             words = f"step {step.name} raises {type(error).__name__}: {printable(str(error))}"
             if self._options.on_step_error == "fail" or isinstance(error, (ImportError, OSError)):
                 hint = "mend the step, or drop such documents with on_step_error: drop"
                 where = f"document {printable(document.id)} (row {row} of {printable(self.file)})"
                 raise RelayrunError(words, where=where, hint=hint) from error  # no fault of the file
-            found, reason = [], f"error: {type(error).__name__}"
+            found, sizes, reason = [], [], f"error: {type(error).__name__}"
         step.counts["out"] += len(found)
+        step.counts["bytes_out"] += sum(sizes)
         if not found:
             refused = self._refused or document
             reason = reason or str(refused.metadata.get("filter_reason") or "dropped")
