@@ -37,9 +37,9 @@ class DedupSettings(Section):
     output_folder: OutputPath
     """Gets the documents that stay as .jsonl.gz, and the work of the stages in `_dedup`."""
     exact: bool = True
-    """Of documents with the same text one stays."""
+    """Keep one of the documents with the same text."""
     minhash: dict[str, Any] | None = None
-    """Of documents with nearly the same text one stays: parameters of datatrove's MinhashConfig. None: no MinHash."""
+    """Keep one of the documents with nearly the same text, by these parameters of datatrove's MinhashConfig."""
     evaluations: str | None = None
     """Folder of evaluation sets; documents that share an n-gram with them are dropped."""
     decontamination: dict[str, Any] = {}

@@ -92,6 +92,7 @@ class JsonLines:
         self._member = self._begin()
 
     def close(self) -> None:
+        """End the file; nothing is synced."""
         self._member.close()
         self._raw.close()
 
