@@ -255,6 +255,9 @@ def test_what_is_kept_is_a_data_set_to_prepare(place: Place) -> None:
     deduplicate(place.config(), wait=True)
     (dump,) = prepare_dumps(place.folder / "out", place.folder / "next", n_dumps=1)
     assert sorted(file.path for file in dump.files) == [f"0000{task}.jsonl.gz" for task in range(3)]
+    (place.folder / "out/_dedup/records/kept-00001.json").unlink()
+    with pytest.raises(InputError, match="this deduplication is not complete"):
+        prepare_dumps(place.folder / "out", place.folder / "again")
 
 
 def test_finished_tasks_stay_and_other_settings_and_files_are_refused(

@@ -126,12 +126,16 @@ class DedupStages:
         self._exact = dedup.ExactDedupConfig(content_getter=_text, hash_config=HashConfig(hash_fc="sha1"))
         exact, minhash = self.settings.exact, self.settings.minhash is not None
         index, self.tasks = self.settings.evaluations is not None, min(settings.tasks, len(self.files))
-        self._words = self._made("language", find_word_tokenizer) if minhash or index else None
+        if minhash or index:
+            self._made("language", find_word_tokenizer)
         numbers = {"evaluations": int(index), "documents": self.tasks, "exact": exact * self.tasks}
         numbers |= {"signatures": minhash * self.tasks, "buckets": minhash * self.minhash.num_buckets}
         numbers |= {"clusters": int(minhash), "kept": self.tasks}
         self.stages = {name: number for name, number in numbers.items() if number}
         """Tasks of each stage, in order."""
+
+    def _words(self) -> Any:  # not an attribute: some have a large model, and tasks are sent to processes
+        return find_word_tokenizer(self.settings.language)
 
     def _made(self, name: str, make: Callable[[Any], Any]) -> Any:
         """Return what datatrove makes of a setting. Raises InputError."""
@@ -220,7 +224,7 @@ class DedupStages:
     def _make_evaluations(self, folder: Path, task: int) -> None:
         """Write the n-grams of datatrove's indexer, which itself asks for a package with evaluation sets."""
         hashing = create_hash_func(self.ngrams.hash_config)
-        indexer = SimpleNamespace(tokenizer=self._words, config=self.ngrams, hash_func=hashing)
+        indexer = SimpleNamespace(tokenizer=self._words(), config=self.ngrams, hash_func=hashing)
         for name in self._evaluations():
             hashes: set[int] = set()
             rows = DocumentRows(self.options)
@@ -232,9 +236,10 @@ class DedupStages:
             index.tofile(folder / WORK / "evaluations" / f"{name.replace('/', '_')}.index.hashes")
 
     def _make_documents(self, folder: Path, task: int) -> dict[str, Any]:
-        place, index = folder / WORK / "documents", str(self.work / "evaluations")
-        filtered = {"index_folder": index, "config": self.ngrams, "language": self._words}
-        last = [] if self.settings.evaluations is None else [{"decontamination": filtered}]
+        place, last = folder / WORK / "documents", []
+        if self.settings.evaluations is not None:
+            index = str(self.work / "evaluations")
+            last.append({"decontamination": {"index_folder": index, "config": self.ngrams, "language": self._words()}})
         steps = ShardSteps(self.options, output=str(place), shard=f"{task:05d}", last=last)
         documents, skipped, bad = 0, {}, Counter[str]()
         lines = JsonLines(place / f"{task:05d}.jsonl.gz")
@@ -274,7 +279,7 @@ class DedupStages:
 
     def _make_signatures(self, folder: Path, task: int) -> None:
         place = str(folder / WORK / "signatures")
-        dedup.MinhashDedupSignature(place, self.minhash, self._words).run(self._unique(task)[0], task)
+        dedup.MinhashDedupSignature(place, self.minhash, self._words()).run(self._unique(task)[0], task)
 
     def _make_buckets(self, folder: Path, task: int) -> None:
         places, config = (str(self.work / "signatures"), str(folder / WORK / "buckets")), self.minhash

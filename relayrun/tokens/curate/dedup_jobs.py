@@ -31,6 +31,8 @@ _PROCESS_BYTES = 300 << 20
 """Python with datatrove's modules and the tokenizer of words."""
 _HASH_BYTES, _CLUSTER_BYTES = 180, 240
 """Measured: a document of a task whose text is hashed; a document with a duplicate in the stage clusters."""
+_NGRAM_BYTES = 110
+"""An n-gram of an evaluation set in Python's dictionary."""
 _SAMPLED_FILES = 8
 
 
@@ -129,7 +131,8 @@ def check_memory(stages: DedupStages, stage: str, memory: int) -> int:
         line = (stages.minhash.hashes_per_bucket + 1) * 8
         each = {"documents": _HASH_BYTES * stages.settings.exact, "signatures": 2 * line}.get(stage, 0)
         largest = max(records) if len(records) == stages.tasks else _largest_task(stages) if each else 0
-        needs = [_PROCESS_BYTES + each * largest]
+        index = sum(file.stat().st_size // 8 for file in (stages.work / "evaluations").glob("*.hashes"))
+        needs = [_PROCESS_BYTES + each * largest + _NGRAM_BYTES * index * (stage == "documents")]
         room = max(memory - _PROCESS_BYTES, 1)
         fits = f"tasks: {math.ceil(stages.tasks * each * largest / room)} fits, of at least as many files"
     if needs[-1] > memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -100,7 +99,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
         first = next(batches, PackedTexts.of([]))
-        engine, framing, made = _process_tokenizer(self.options, _file_stamp(self.options.tokenizer), _Sample(first))
+        engine, framing, made = _process_tokenizer(self.options, first)
         routed = engine.routed
         prefix = os.path.join(self.output_folder, shard_name(rank))
         shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
@@ -169,36 +168,28 @@ def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) ->
     return given[0]
 
 
-class _Sample:
-    """Texts that compare equal, so that the cache of `_process_tokenizer` ignores them."""
-
-    def __init__(self, texts: PackedTexts) -> None:
-        self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sample)
-
-    def __hash__(self) -> int:
-        return 0
+_loaded: dict[object, tuple[Engine, DocumentFraming, TokenizerRecord]] = {}
 
 
-@functools.lru_cache(maxsize=2)
-def _process_tokenizer(
-    options: TokenizeOptions, stamp: object, sample: _Sample
-) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
-    """Load and prove once per process, however many tasks it runs; `stamp` changes with the file."""
-    loaded = load_tokenizer(options)
-    selection = select_engine(
-        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
-    )
-    made = TokenizerRecord(
-        fingerprint=loaded.fingerprint,
-        ids=loaded.ids_fingerprint,
-        size=loaded.size,
-        eos=loaded.eos_id,
-        bos=loaded.bos_id,
-    )
-    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
+def _process_tokenizer(options: TokenizeOptions, texts: PackedTexts) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
+    """Load, and prove by the first texts, once per process, however many tasks it runs; again if the file changes."""
+    key = options, _file_stamp(options.tokenizer)
+    if key not in _loaded:
+        loaded, sample = load_tokenizer(options), next(texts.split(1_000_000, len(texts) or 1), texts)
+        selection = select_engine(
+            options.engine, lambda: loaded.tokenizer, sample, log.warning, definition=loaded.definition
+        )
+        made = TokenizerRecord(
+            fingerprint=loaded.fingerprint,
+            ids=loaded.ids_fingerprint,
+            size=loaded.size,
+            eos=loaded.eos_id,
+            bos=loaded.bos_id,
+        )
+        framing = loaded.framing(keep_empty=options.keep_empty)
+        _loaded.clear()
+        _loaded[key] = selection.build(loaded.definition), framing, made
+    return _loaded[key]
 
 
 def _file_stamp(name_or_path: str) -> object:

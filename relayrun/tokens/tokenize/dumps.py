@@ -231,6 +231,7 @@ def prepare_dumps(
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
+    _refuse_incomplete(Path(dataset, DEDUP_WORK))
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
@@ -267,6 +268,14 @@ def prepare_dumps(
                 shard_folder.remove_from_record(metadata.shards(index), inputs=dump.gone)
             (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
+
+
+def _refuse_incomplete(work: Path) -> None:
+    """Raise InputError if `work` is that of a deduplication whose documents are not all there."""
+    with contextlib.suppress(FileNotFoundError):
+        if read_json(work / "settings.json")["stages"]["kept"] > len(list(work.glob("records/kept-*.json"))):
+            hint = "`relayrun dumps dedup` goes on with it"
+            raise InputError("this deduplication is not complete", where=work.parent, hint=hint)
 
 
 class _BegunDump(NamedTuple):
