@@ -269,13 +269,13 @@ def test_finished_tasks_stay_and_other_settings_and_files_are_refused(
     def done_again() -> list[str]:
         capsys.readouterr()
         deduplicate(place.config(), wait=True)
-        return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("dedup ")]
+        return re.findall(r"stage (\w+: task \d+) done", capsys.readouterr().out)
 
     assert done_again() == []
     damaged = place.folder / "out/_dedup/buckets/00002_00.dups"
     damaged.write_bytes(b"torn")
     (place.folder / "out/00001.jsonl.gz").unlink()
-    assert done_again() == ["buckets 2", "kept 1"]
+    assert done_again() == ["buckets: task 2", "kept: task 1"]
     assert place.bytes("out") == before
     rows = [json.loads(line) for line in (place.data / "1.jsonl").read_text().splitlines()]
     time = (place.data / "1.jsonl").stat().st_atime_ns, (place.data / "1.jsonl").stat().st_mtime_ns
@@ -372,7 +372,7 @@ def test_bad_files_are_left_out_whole_and_a_step_that_fails_is_in_the_status(pla
     (place.data / "2.jsonl").write_text('{"text": "a b c d e f g h i j"}\nno json\n')
     with pytest.raises(RelayrunError, match=r"2\.jsonl:2: this line is not JSON"):
         deduplicate(place.config(), wait=True)
-    assert dedup_status(place.folder / "meta")[-1].startswith("dedup failed: stage documents: ")
+    assert dedup_status(place.folder / "meta")[-1].startswith("dedup failed: ")
     config = place.config().model_copy(update={"on_error": "skip-file"})
     deduplicate(config, wait=True)
     assert "dedup documents: 3/3 tasks; left out: 1 files" in dedup_status(place.folder / "meta")

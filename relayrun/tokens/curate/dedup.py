@@ -36,7 +36,7 @@ from datatrove.data import Document
 from datatrove.pipeline import decont, dedup
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from loguru import logger
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, fsync_tree, read_json, write_json

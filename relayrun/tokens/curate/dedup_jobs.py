@@ -8,24 +8,25 @@ import itertools
 import math
 import os
 import time
+from typing import Any
 
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, on_interrupt
-from relayrun.files import write_atomic
 from relayrun.tokens.curate.dedup import DedupStages
 from relayrun.tokens.readers.columns import inspect_files, read_column
 from relayrun.tokens.readers.inputs import stat_inputs
 from relayrun.tokens.stores.urls import join_path
-from relayrun.tokens.tokenize.dump_jobs import POLL_SECONDS, sbatch_parameters, slurm_executor, submit_array
+from relayrun.tokens.tokenize import processes
+from relayrun.tokens.tokenize.dump_jobs import (
+    POLL_SECONDS,
+    noting_error,
+    sbatch_parameters,
+    slurm_executor,
+    submit_array,
+)
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, dedup_status
 from relayrun.tokens.tokenize.dumps import DEDUPLICATION, DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
-from relayrun.tokens.tokenize.processes import (
-    JobRequeued,
-    requeue_before_time_limit,
-    run_tasks,
-    use_one_thread,
-)
 
 _PROCESS_BYTES = 300 << 20
 """Python with datatrove's modules and the tokenizer of words."""
@@ -52,7 +53,7 @@ def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
         (stages.work / ERROR_FILE).unlink(missing_ok=True)
         replace_link(metadata.dedup_link, str(stages.output))
         if not local:
-            _submit(config, settings, stages, metadata)
+            _submit(config, stages, metadata)
     if local:
         with on_interrupt(lambda: "finished tasks are kept; the same command goes on"), metadata.in_use():
             for stage in stages.stages:
@@ -70,35 +71,26 @@ def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
 
 def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> None:
     """Do every `of`-th task of a stage, from task `part` on: the work of one job. Done tasks are kept."""
-    use_one_thread()
+    processes.use_one_thread()
     stages = DedupStages(settings)
     stages.begin()  # refuses files that have changed since the submission
-    try:
-        with requeue_before_time_limit(lambda: len(stages.records(stage))):
-            cores = len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers
-            workers = max(1, min(cores, node_memory() // check_memory(stages, stage, node_memory())))
-            todo = stages.unfinished(stage, range(part, stages.stages[stage], of), workers)
-            run_tasks(
-                functools.partial(stages.run_task, stage),
-                todo,
-                workers,
-                lambda task, _: print(f"{stage} {task}", flush=True),
-                where=stages.work,
-            )
-    except JobRequeued:
-        raise
-    except (RelayrunError, OSError) as error:
-        with contextlib.suppress(OSError):
-            write_atomic(stages.work / ERROR_FILE, f"stage {stage}: {error}\n".encode("utf-8", "backslashreplace"))
-        raise
+    progress = processes.requeue_before_time_limit(lambda: len(stages.records(stage)))
+    with noting_error(stages.work / ERROR_FILE), progress:
+        cores = len(os.sched_getaffinity(0)) if settings.workers == -1 else settings.workers
+        workers = max(1, min(cores, node_memory() // check_memory(stages, stage, node_memory())))
+        todo = stages.unfinished(stage, range(part, stages.stages[stage], of), workers)
+
+        def on_done(task: int, record: dict[str, Any]) -> None:
+            print(f"stage {stage}: task {task} done in {record['seconds']:.1f} s", flush=True)
+
+        processes.run_tasks(functools.partial(stages.run_task, stage), todo, workers, on_done, where=stages.work)
 
 
-def _submit(
-    config: TokenizationConfig, settings: TokenizationSettings, stages: DedupStages, metadata: DumpsFolder
-) -> None:
-    """Submit an array of at most `max_parallel` jobs for each stage that is not done."""
-    executor, before = slurm_executor(config, settings), config.job.dependency
-    settings = TokenizationSettings.model_validate(settings.model_dump(include=set(TokenizationSettings.model_fields)))
+def _submit(config: TokenizationConfig, stages: DedupStages, metadata: DumpsFolder) -> None:
+    """Submit an array of at most `max_parallel` jobs for each stage."""
+    known = stages.options.model_dump(include=set(TokenizationSettings.model_fields))
+    settings, before = TokenizationSettings.model_validate(known), config.job.dependency
+    executor = slurm_executor(config, settings)
     for stage, number in stages.stages.items():
         parts = min(number, config.max_parallel, max(1, slurm_scheduler().max_array_size()))
         options = sbatch_parameters(config, settings, [before]) | {"kill_on_invalid_dep": "yes"}

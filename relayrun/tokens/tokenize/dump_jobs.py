@@ -95,13 +95,20 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
     output = settings.dump_output(index)
     output.mkdir(parents=True, exist_ok=True)
     (output / ERROR_FILE).unlink(missing_ok=True)
-    try:
+    with noting_error(output / ERROR_FILE):
         return _tokenize_dump(settings, index)
+
+
+@contextlib.contextmanager
+def noting_error(file: Path) -> Iterator[None]:
+    """Write the message of a RelayrunError or OSError into `file`, for the status."""
+    try:
+        yield
     except processes.JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
-            write_atomic(output / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
+            write_atomic(file, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
 
 
