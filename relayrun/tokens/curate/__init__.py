@@ -4,5 +4,5 @@
     dedup_jobs  the stages of a data set on this machine or as Slurm arrays, their memory and their status
 
 In: the documents of a metadata folder, behind the steps of its YAML. Out: a folder of .jsonl.gz that `relayrun dumps
-prepare` reads. See `relayrun help filter`.
+prepare` reads. See `relayrun help clean`.
 """

@@ -113,7 +113,7 @@ class DedupStages:
     def __init__(self, settings: TokenizationSettings) -> None:
         """Raises InputError for a wrong parameter, a missing package, and a metadata folder without dumps."""
         if settings.dedup is None:
-            raise InputError("this data set has no `dedup`", hint="`relayrun help filter` shows one")
+            raise InputError("this data set has no `dedup`", hint="`relayrun help clean` shows one")
         self.options, self.settings = settings, settings.dedup
         metadata = DumpsFolder(settings.metadata_folder)
         self.dataset = metadata.dataset()
