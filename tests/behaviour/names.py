@@ -39,7 +39,6 @@ USERS = {
     "relayrun.train.export.model_families:APERTUS": "a mapping to change",
     "relayrun.tokens.streams:open": "parquet files as tables, in a notebook",
     "relayrun.tokens.tokenize:MegatronTokenWriter": "the last step of a datatrove pipeline",
-    "relayrun.tokens.tokenize.datatrove_pipeline:KillAwareExecutor": "an executor of datatrove pipelines",
     "relayrun.tokens.tokenize.options:TokenizeOptions": "the options of a tokenization, named in the documentation",
     "relayrun.errors:log_to_stderr": "a program prints warnings of the package",
     "relayrun.errors:RelayrunError": "a program catches errors of the package",

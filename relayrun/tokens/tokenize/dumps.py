@@ -4,6 +4,7 @@
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the data set folder, one a line
     completed-dumps/              paths files of finished dumps
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
+    dedup-link                    -> the output folder of `relayrun dumps dedup`
     tokenize-T-D.csv              one row per finished dump
     inventory.jsonl               every file below the data set folder: taken, or why not
     dump-sizes.json               bytes of each dump's files when it was prepared
@@ -46,6 +47,10 @@ from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.processes import file_lock
 
+DEDUP_WORK = "_dedup"
+"""Folder of the stages in the output folder of `relayrun dumps dedup`; the inventory leaves out such names."""
+DEDUPLICATION = -1
+"""In place of a dump: jobs of `relayrun dumps dedup`, which read all dumps."""
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
 
 
@@ -69,6 +74,7 @@ class DumpsFolder:
         self.completed = self.path / "completed-dumps"
         self.raw_link = self.path / "raw-dataset-link"
         self.tokenized_link = self.path / "tokenized-dir-link"
+        self.dedup_link = self.path / "dedup-link"
         self.inventory = self.path / "inventory.jsonl"
         self._jobs = self.path / "jobs.jsonl"
         self._sizes = self.path / "dump-sizes.json"
@@ -80,6 +86,14 @@ class DumpsFolder:
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
+
+    def paths_files(self) -> list[Path]:
+        """Return the paths files of all dumps, the finished ones last. Raises InputError if there are no dumps."""
+        pending = [self.paths_file(index) for index in self.pending()]
+        found = pending + [self.completed / f"paths_file_{index}.txt" for index in self.finished()]
+        if not found:
+            raise InputError("there are no dumps here", where=self.path, hint="`relayrun dumps prepare` makes them")
+        return found
 
     def shards(self, index: int) -> Path:
         """Return the folder of the shards of dump `index`."""
@@ -133,12 +147,13 @@ class DumpsFolder:
         return {}
 
     def record_job(self, job_id: str, dump: int) -> None:
-        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
+        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`, or `DEDUPLICATION`."""
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Return recorded pending or running jobs of unfinished dumps. Raises SchedulerError if Slurm cannot tell."""
-        unfinished = set(self.pending())
+        """Return recorded pending or running jobs of unfinished dumps and of deduplication. Raises SchedulerError if
+        Slurm cannot tell."""
+        unfinished = {*self.pending(), DEDUPLICATION}
         ids = [
             str(record["slurm_job_id"]) for record in read_json_lines(self._jobs) if record.get("dump") in unfinished
         ]
@@ -216,6 +231,7 @@ def prepare_dumps(
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
+    _refuse_incomplete(Path(dataset, DEDUP_WORK))
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
@@ -252,6 +268,14 @@ def prepare_dumps(
                 shard_folder.remove_from_record(metadata.shards(index), inputs=dump.gone)
             (metadata.completed / f"paths_file_{index}.txt").unlink(missing_ok=True)
     return dumps
+
+
+def _refuse_incomplete(work: Path) -> None:
+    """Raise InputError if `work` is that of a deduplication whose documents are not all there."""
+    with contextlib.suppress(FileNotFoundError):
+        if read_json(work / "settings.json")["stages"]["kept"] > len(list(work.glob("records/kept-*.json"))):
+            hint = "`relayrun dumps dedup` goes on with it"
+            raise InputError("this deduplication is not complete", where=work.parent, hint=hint)
 
 
 class _BegunDump(NamedTuple):

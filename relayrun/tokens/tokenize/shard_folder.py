@@ -184,11 +184,15 @@ class TaskRecord:
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def describe_step_counts(tasks: Iterable[TaskRecord]) -> str:
-    """Describe the documents in and out of each step of these tasks of one folder; empty without steps."""
-    steps = zip(*(task.steps for task in tasks), strict=True)
-    totals = [(of[0]["step"], sum(each["in"] for each in of), sum(each["out"] for each in of)) for of in steps]
-    return "; ".join(f"{name} {documents_in:,} in, {out:,} out" for name, documents_in, out in totals)
+def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+    """Describe the documents in and out of each step of tasks with the same steps, and the share of the bytes that it
+    leaves; empty without steps."""
+    found = []
+    for of in zip(*tasks, strict=True):
+        total = sum((Counter({name: n for name, n in each.items() if isinstance(n, int)}) for each in of), Counter())
+        share = f" ({total['bytes_out'] / total['bytes_in']:.0%} of the bytes)" if total["bytes_in"] else ""
+        found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out{share}")
+    return "; ".join(found)
 
 
 def file_content_hash(path: str) -> str:

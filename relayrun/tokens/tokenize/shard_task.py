@@ -195,7 +195,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     except BaseException:
         shard.abort()
         if steps is not None:
-            steps.abort()
+            steps.close()
         raise
     finally:
         progress.end()

@@ -71,12 +71,7 @@ def run_trials(
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
     metadata = DumpsFolder(metadata_folder)
-    paths_files = [metadata.paths_file(index) for index in metadata.pending()]
-    paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
-    if not paths_files:
-        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
-    dataset = metadata.dataset()
-    names = read_paths_file(paths_files[0])
+    dataset, names = metadata.dataset(), read_paths_file(metadata.paths_files()[0])
     trials = []
     for count in workers:
         for size in batch_bytes:
