@@ -115,25 +115,22 @@ def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"hook": f"{HOOKS_MODULE}:SignalSelfHook", "options": {"cuts": list(cuts)}}
 
 
-def recorded_run_sections(
-    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], ranks: int | None = None
-) -> dict[str, dict[str, Any]]:
+def recorded_run_sections(setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the sections of a small deterministic run that records digests of every iteration, and interrupts itself.
-    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
-    sizes, ranks = setup.sizes, ranks or setup.ranks
+    `cuts`: see `programs.hooks.SignalSelfHook`."""
+    sizes = setup.sizes
     return {
         "model": dict(sizes.resumed_model),
         "data": data_with_tokenizer(setup),
         "training": {
             "steps": sizes.steps,
             "micro_batch_size": sizes.resumed_batch,
-            "global_batch_size": 2 * sizes.resumed_batch * ranks,
+            "global_batch_size": 2 * sizes.resumed_batch * setup.ranks,
             "seq_length": sizes.resumed_seq_length,
             "deterministic": True,
             "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},
-        "job": {"ntasks_per_node": ranks},
     }
 
 

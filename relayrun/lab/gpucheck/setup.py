@@ -74,8 +74,6 @@ class CheckSizes:
     seq_length: int
     micro_batches: int
     """Micro-batches per iteration and rank in the timed run."""
-    largest_batch: int
-    """Largest micro-batch of the search."""
     warm_up: int
     measured: int
     """Iterations that are skipped (`warm_up`) and timed, in this order; then one is traced."""
@@ -98,8 +96,6 @@ class CheckSizes:
     """Timed repetitions of an operation."""
     product: int
     """Rows of the square matrices of the timed product."""
-    cpu_ranks: int
-    """Ranks of the bandwidth part without a GPU."""
 
 
 def check_sizes(*, tiny: bool) -> CheckSizes:
