@@ -23,7 +23,7 @@ from relayrun.lab.gpucheck import check, performance, report, runs
 from relayrun.lab.gpucheck.check import PARTS, CheckPart
 from relayrun.lab.gpucheck.performance import affordable_layers, estimated_micro_batch
 from relayrun.lab.gpucheck.resume import attempt_values
-from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, PartFigures, check_sizes
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures, check_sizes
 from relayrun.train.model.size import memory_bytes
 from tests.waiting import wait_for
 
@@ -182,13 +182,12 @@ def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: s
 
 def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_right(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notes, attempt = tmp_path / NOTES_FOLDER, run.attempt(1)
-    notes.mkdir()
+    attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     for iteration, loss, digest in ((1, 5.5, "a"), (2, 5.25, "b"), (2, 5.0, "c")):
         append_line(attempt.metrics, {"iteration": iteration, "loss": loss, "grad_norm": 1.0})
         note = {"attempt": 1, "kind": "state", "iteration": iteration, "ranks": [digest]}
-        append_line(notes / "digest.jsonl", note)
+        append_line(tmp_path / DIGESTS_FILE, note)
     assert attempt_values(run, 1).twice == [
         "loss of iteration 2, when it was computed again",
         "optimizer state of iteration 2, when it was computed again",

@@ -72,7 +72,6 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     for name in not_here:
         assert "TransformerEngine is not installed" in kernels[name]["not_measured"]
     assert kernels["experts"]["first_loss"] != kernels["llama"]["first_loss"]
-    assert figures["kernels"]["export"]["equal"]
     assert not list((tmp_path / "check").rglob("*.distcp")), "checkpoints are removed"
     assert str(tmp_path) not in json.dumps(result)
     assert str(ROOT) not in json.dumps(result)

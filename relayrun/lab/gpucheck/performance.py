@@ -27,6 +27,7 @@ from relayrun.lab.gpucheck.setup import (
     PartFigures,
     run_program,
 )
+from relayrun.lab.small_run import merge_sections
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
 from relayrun.train.reporting.environment import code_version, node_gpus
 
@@ -41,26 +42,14 @@ LONGEST_KERNELS = 12
 
 def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
-    figures.add("machine", describe_machine(setup))
+    commit, difference = code_version(places.CODE_ROOT)
+    commit += ", and changes" if difference else ""
+    machine = {"system": platform.platform(), "cpus": os.cpu_count(), "relayrun": __version__, "commit": commit}
+    figures.add("machine", machine)
     figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
     found = run_program(setup, "device:measure_device", record=figures.update)
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
-
-
-def describe_machine(setup: CheckSetup) -> dict[str, Any]:
-    """Return processors, memory and disk in bytes, and the commit of the code."""
-    import psutil  # an extra; a login node imports this module without it
-
-    commit, difference = code_version(places.CODE_ROOT)
-    return {
-        "system": platform.platform(),
-        "cpus": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "disk_free_bytes": shutil.disk_usage(setup.path).free,
-        "relayrun": __version__,
-        "commit": commit + ("" if not difference else ", and changes"),
-    }
 
 
 def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
@@ -71,22 +60,14 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     layers = affordable_layers(setup, write_speed, free)
     figures.add("disk", {"write_bytes_per_second": write_speed, "free_bytes": free})
     cuts = [{"signal": "SIGKILL", "saves": SAVES}, {"signal": "SIGKILL", "iteration": 0}]
-    sections = {
-        "model": {**sizes.model, "num_layers": layers},
-        "training": {
-            "steps": sizes.interval * (SAVES + 2),
-            "micro_batch_size": 1,
-            "global_batch_size": setup.ranks,
-            "seq_length": sizes.seq_length,
-            "manual_gc_interval": 1000,
-            "hooks": [
-                {"hook": f"{runs.HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
-                runs.cut_hook(cuts),
-            ],
-        },
-        "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},
+    pace = {"hook": f"{runs.HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}}
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": layers},
+        "training": {"global_batch_size": setup.ranks, "hooks": [pace, runs.cut_hook(cuts)]},
         "checkpoint": {"interval": sizes.interval, "keep_last": 1, "async_save": True},
     }
+    large = large_run_sections(setup, micro_batch=1, steps=sizes.interval * (SAVES + 2))
+    sections = merge_sections(large, changes)
     chain = runs.start_run(setup, "save", sections)
     chain.process.wait()
     commits = chain.run.attempt(1).read_commits()

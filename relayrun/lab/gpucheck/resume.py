@@ -16,9 +16,10 @@ from typing import Any
 
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
+from relayrun.files import read_json_lines
 from relayrun.lab.compare_runs import AttemptValues, first_difference
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures
 from relayrun.lab.small_run import merge_sections
 
 RECORDED_FIELDS = ("words", "iteration", "again", "source", "next_iteration", "steps_lost", "seconds")
@@ -143,5 +144,5 @@ def undisturbed_values(run: Run) -> AttemptValues:
 
 def attempt_values(run: Run, attempt: int) -> AttemptValues:
     """Return the values of an attempt, with the digests of `DigestHook`."""
-    digests = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
+    digests = [entry for entry in read_json_lines(run.path / DIGESTS_FILE) if entry["attempt"] == attempt]
     return AttemptValues.of(runs.iteration_lines(run, attempt), digests)

@@ -18,8 +18,8 @@ from relayrun.control.chain.job_script import rank_defaults
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
 
-NOTES_FOLDER = "gpu-check"
-"""Folder of a run directory in which the check's hooks write records."""
+DIGESTS_FILE = "gpu-check-digests.jsonl"
+"""Records of `programs.hooks.DigestHook` in a run directory."""
 TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 

@@ -125,9 +125,7 @@ def export_and_compare() -> None:
     source = find_checkpoint(Run(Path(program.options.run_dir)))
     folder = Path(program.options.folder)
     folder.mkdir(parents=True)
-    started = time.perf_counter()
     made = huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
-    exported = time.perf_counter()
     found = compare_logits.compare_logits(source, folder)
     program.write(
         {
@@ -135,9 +133,6 @@ def export_and_compare() -> None:
             "tokens": found.tokens,
             "difference": found.difference,
             "largest": found.largest,
-            "equal": found.equal,
-            "export_seconds": exported - started,
-            "compare_seconds": time.perf_counter() - exported,
         }
     )
 
