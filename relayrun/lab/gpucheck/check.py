@@ -168,12 +168,10 @@ def run_parts(
             words = f": {found[-1].words}" if found[-1].words else ""
             say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s{words}")
     except KeyboardInterrupt:
-        done = {outcome.name for outcome in found}
-        for part in parts:
-            if part.name not in done:
-                figures = _read_figures(setup.parts / f"{part.name}.json")
-                words = "the check was interrupted"
-                found.append(PartOutcome(name=part.name, status="skipped", words=words, figures=figures))
+        for part in parts[len(found) :]:
+            figures = _read_figures(setup.parts / f"{part.name}.json")
+            words = "the check was interrupted"
+            found.append(PartOutcome(name=part.name, status="skipped", words=words, figures=figures))
     finally:
         signal.signal(signal.SIGTERM, before)
     return found

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -215,7 +214,7 @@ def training_speed(
 ) -> dict[str, Any]:
     """Return tokens per second and MFU of `measured` iterations after `warm_up` ones, in wall time."""
     seconds = (lines[warm_up + measured - 1]["time"] - lines[warm_up - 1]["time"]) / measured
-    training, window = config.training, lines[warm_up : warm_up + measured]
+    training = config.training
     speed = training.global_batch_size * training.seq_length / seconds / config.world_size
     flops = flops_per_token(config.model, setup.sizes.vocabulary, training.seq_length) * speed
     peak = peak_flops(setup.device) if training.resolved_precision == "bf16" else None
@@ -223,11 +222,8 @@ def training_speed(
         "precision": training.resolved_precision,
         "micro_batch_size": training.micro_batch_size,
         "seq_length": training.seq_length,
-        "step_seconds": seconds,
         "tokens_per_second_per_gpu": speed,
         "mfu": None if peak is None else flops / peak,
-        "first_step_seconds": lines[0]["step_seconds"],
-        "data_share": statistics.median(line["data_seconds"] / line["step_seconds"] for line in window),
     }
 
 

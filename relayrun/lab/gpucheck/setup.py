@@ -35,12 +35,9 @@ def last_log_line(path: Path) -> str:
 
 def log_tail(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, for a person who cannot open it."""
-    try:
-        text, size = last_lines(path, lines)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not size and not path.exists():
+    if not path.exists():
         return f"{path}: {os.strerror(errno.ENOENT)}"
+    text, _ = last_lines(path, lines)
     return "\n".join([f"== {path}", *text.decode(errors="replace").splitlines()])
 
 

@@ -186,8 +186,10 @@ def attention(program: RankProgram, *, packed: bool) -> dict[str, Any]:
         for each in (heads, groups, groups)
     ]
 
+    gradient = torch.randn_like(module(*inputs, packed_seq_params=documents))
+
     def call() -> None:
-        module(*inputs, packed_seq_params=documents).sum().backward()
+        torch.autograd.grad(module(*inputs, packed_seq_params=documents), inputs, gradient)
 
     seconds = median_seconds(call, device, repeats=program.setup.sizes.repeats)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
