@@ -35,7 +35,7 @@ SAVES = 3
 DISK_SECONDS = 15.0
 """Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
 OUT_OF_MEMORY_WORDS = ("out of memory", "alloc_failed")
-"""Of torch, and of cuBLAS and cuDNN, whose errors have no class of their own."""
+"""Texts of errors of torch, and of cuBLAS and cuDNN, that mean out of memory."""
 LONGEST_KERNELS = 12
 
 
