@@ -61,7 +61,7 @@ PROGRAMS = {
     "relayrun.train.export.evaluate": "evaluation job",
     "relayrun.train.export.job_environment": "surroundings of an export job",
     "relayrun.lab.gpucheck.check": "part of a GPU check",
-    "relayrun.lab.gpucheck.programs.attention": "GPU check: attention",
+    "relayrun.lab.gpucheck.programs.kernels": "GPU check: kernels",
     "relayrun.lab.gpucheck.programs.device": "GPU check: device",
     "relayrun.lab.gpucheck.programs.models": "GPU check: models",
     "relayrun.watch.send_notices": "sender of notices",
