@@ -237,6 +237,11 @@ class JobHealth:
         """Ask these nodes for their time."""
         self._clocks.ask(links, nodes)
 
+    @property
+    def reports(self) -> int:
+        """Number of nodes that have reported their facts."""
+        return len(self._facts)
+
     def knows(self, node: int) -> bool:
         """Return whether this node has reported its facts."""
         return node in self._facts
