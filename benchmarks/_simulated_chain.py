@@ -60,6 +60,8 @@ class Setup:
     disk: float = 0.0
     neighbour: float = 0.0
     """Added if a neighbour's copy is sent."""
+    max_failed_attempts: int = 3
+    """Attempts in a row without a new checkpoint, after which the chain stops (`chain.max_failed_attempts`)."""
     job_limit: float = 1e12
     grace: float = 0.0
     """Before the limit, in which the ranks save and leave."""
@@ -127,6 +129,7 @@ class SimulatedChain:
             spare_nodes=setup.spare_nodes,
             ntasks_per_node=setup.ranks_per_node,
             recovery="node",
+            max_failed_attempts=setup.max_failed_attempts,
         )
         self._run, self._plan = run, plan
         self._next = next(self._faults, (1e18, "none", 0))
@@ -170,7 +173,7 @@ class SimulatedChain:
                 break
             failed = 0 if self._durable > base else failed + 1
             self._restarted(decision.delay + setup.queue + setup.job_start, source="next job")
-        steps = self._iteration(until)
+        steps = self._durable if outcome.stopped else self._iteration(until)
         outcome.effective = steps * setup.step / setup.seconds
         outcome.parts["saves and copies"] = steps * (self._pace - setup.step)
 

@@ -113,6 +113,7 @@ def llama_3(generator: random.Random, days: float) -> SimulatedChain:
     setup = Setup(
         nodes=LLAMA_3["gpus"] // 8,
         in_job=False,
+        max_failed_attempts=1000,  # people looked after it
         seconds=days * DAY,
         step=STEP_SECONDS,
         save_steps=round(60 * values["minutes_between_saves"] / STEP_SECONDS),
