@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "look again and again, until Ctrl-C or, of one RUN, the end of its chain"
     words += "; a line for each change where there is no terminal"
     parser.add_argument("-f", "--follow", action="store_true", help=words)
+    words = "of all runs, also those whose chains ended more than 30 days ago (--json has all)"
+    parser.add_argument("--all", action="store_true", help=words)
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
     parser.set_defaults(run=run)
 
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.follow:
         if options.json:
             raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
-        return follow(options.name, max(options.interval, 0.2))
+        return follow(options.name, max(options.interval, 0.2), old=options.all)
     now = time.time()
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
@@ -70,8 +72,11 @@ def run(options: argparse.Namespace) -> int:
         from relayrun.watch.status import run_status_text
 
         print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
-    elif found := RunsWatcher().summaries(runs, now=now):
+    elif runs:
+        found = RunsWatcher().summaries(_shown(runs, old=options.all, now=now), now=now)
         print(tables.runs_table(found))
+        if left_out := len(runs) - len(found):
+            print(f"{left_out} runs whose chains ended more than 30 days ago: --all")
         for line in tables.cron_check_lines(found, now=now):
             print(line)
     else:
@@ -118,7 +123,11 @@ def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
-def follow(name: str | None, interval: float) -> int:
+def _shown(runs: Sequence[Run], *, old: bool, now: float) -> Sequence[Run]:
+    return runs if old else find_runs.without_old_runs(runs, now=now)
+
+
+def follow(name: str | None, interval: float, *, old: bool = False) -> int:
     """Show one run or all runs until Ctrl-C, one run also until its chain has ended. Raises RelayrunError."""
     one = [] if name is None else [find_runs.find_run(name)]
     in_full = bool(one) and sys.stdout.isatty()
@@ -126,7 +135,8 @@ def follow(name: str | None, interval: float) -> int:
     show = _table_in_place() if sys.stdout.isatty() else _changed_lines()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            now, runs = time.time(), one or find_runs.all_run_folders()
+            now = time.time()
+            runs = one or _shown(find_runs.all_run_folders(), old=old, now=now)
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
             show(found, now)
             if one and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found):
