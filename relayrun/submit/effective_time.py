@@ -25,7 +25,7 @@ NEWEST_LINES = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class CostRange:
     """A cost with its range, and its source."""
 
     low: float
@@ -35,27 +35,31 @@ class Cost:
     source: str = "assumed"
 
 
-ASSUMED: Mapping[str, Cost] = {
-    "save": Cost(low=0.5, expected=5, high=30, words="seconds that a save holds training up"),
-    "restart": Cost(low=20, expected=90, high=240, words="seconds from a failure to the next step, inside the job"),
-    "next_job": Cost(
+ASSUMED: Mapping[str, CostRange] = {
+    "save": CostRange(low=0.5, expected=5, high=30, words="seconds that a save holds training up"),
+    "restart": CostRange(
+        low=20, expected=90, high=240, words="seconds from a failure to the next step, inside the job"
+    ),
+    "next_job": CostRange(
         low=180, expected=600, high=3600, words="seconds from the end of a job to the next one's first step"
     ),
-    "hangs": Cost(low=0, expected=15, high=30, words="seconds to notice a failure: one in twenty is a hang of 300 s"),
-    "copies": Cost(low=0.002, expected=0.01, high=0.02, words="share of the time for copies in memory"),
-    "node_share": Cost(low=0.5, expected=0.75, high=1, words="share of the failures that cost a node"),
+    "hangs": CostRange(
+        low=0, expected=15, high=30, words="seconds to notice a failure: one in twenty is a hang of 300 s"
+    ),
+    "copies": CostRange(low=0.002, expected=0.01, high=0.02, words="share of the time for copies in memory"),
+    "node_share": CostRange(low=0.5, expected=0.75, high=1, words="share of the failures that cost a node"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class EffectiveTime:
-    """A forecast. Shares are of the wall time from the first step on."""
+    """The expected effective training time of a chain. Shares are of the wall time from the first step on."""
 
     nodes: int
     node_mtbf_hours: float
     job_hours: float
     """Length of a job."""
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, CostRange]
 
     @property
     def job_mtbf_hours(self) -> float:
@@ -79,7 +83,7 @@ class EffectiveTime:
             reached += term
         return spares
 
-    def effective(self, *, in_job: bool) -> Cost:
+    def effective(self, *, in_job: bool) -> CostRange:
         """Return the effective training time. `low`: all costs at their upper ends."""
         low, expected, high = (
             self._effective({name: getattr(cost, end) for name, cost in self.costs.items()}, in_job=in_job)
@@ -87,7 +91,7 @@ class EffectiveTime:
         )
         how = "restarts inside the job (chain.recovery: node)" if in_job else "the next job after each failure"
         words = f"effective training time, {how}"
-        return Cost(low=low, expected=expected, high=high, words=words, source="computed")
+        return CostRange(low=low, expected=expected, high=high, words=words, source="computed")
 
     def _effective(self, costs: Mapping[str, float], *, in_job: bool) -> float:
         interval, failures = self.save_interval, self.job_mtbf_hours * SECONDS_PER_HOUR
@@ -101,7 +105,7 @@ class EffectiveTime:
         return training / (1 + (costs["hangs"] + each) / failures + ends)
 
 
-def measured_costs(run: Run) -> Iterator[tuple[str, Cost]]:
+def measured_costs(run: Run) -> Iterator[tuple[str, CostRange]]:
     """Yield the costs that the records of a run hold, by the names of `ASSUMED`."""
     numbers = run.attempt_numbers()
     failed = [each for number in numbers for each in restarts.read_failed_restarts(run.attempt(number))]
@@ -114,7 +118,10 @@ def measured_costs(run: Run) -> Iterator[tuple[str, Cost]]:
     for name, values in found.items():
         if values := sorted(values):
             middle, source = statistics.median(values), f"{len(values)} of this run"
-            yield name, Cost(low=values[0], expected=middle, high=values[-1], words=ASSUMED[name].words, source=source)
+            yield (
+                name,
+                CostRange(low=values[0], expected=middle, high=values[-1], words=ASSUMED[name].words, source=source),
+            )
 
 
 def _seconds_between_jobs(run: Run, numbers: list[int]) -> Iterator[float]:

@@ -14,7 +14,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
-from relayrun.submit.effective_time import ASSUMED, Cost, EffectiveTime, measured_costs
+from relayrun.submit.effective_time import ASSUMED, CostRange, EffectiveTime, measured_costs
 from tests.history import make_history
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -25,7 +25,7 @@ from _simulated_chain import Setup, SimulatedChain
 DAYS = 30
 
 
-def exactly(value: float, name: str) -> Cost:
+def exactly(value: float, name: str) -> CostRange:
     return replace(ASSUMED[name], low=value, expected=value, high=value)
 
 
