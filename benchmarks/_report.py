@@ -344,6 +344,24 @@ SECTIONS: dict[str, list[Row]] = {
         Row("MB of the process", "memory_mb", ".0f", most=500),
         Row("load of the machine, whose processors the stand-ins use, too", "load_average", ".1f"),
     ],
+    "plans": [
+        Row("writers of a save, one after the other in one process", "largest.writers", ",.0f"),
+        Row("tensors, each divided by all writers", "tensors", ".0f"),
+        Row("CPU seconds of a writer for its plan", "largest.a_rank", ".4f"),
+        Row("bytes of its message", "largest.bytes_of_a_message", ",.0f"),
+        *(
+            row
+            for what, figure in (
+                ("read the messages", "unpack"),
+                ("join the plans, with the metadata", "join"),
+                ("make the answers", "answers"),
+            )
+            for row in (
+                Row(f"CPU seconds of rank 0 to {what}", f"largest.{figure}", ".2f"),
+                Row("exponent by which they grow from half as many writers", f"growth.{figure}", ".2f", most=1.3),
+            )
+        ),
+    ],
     "control_plane": [
         Row("runs", "runs", ",.0f"),
         Row("attempts", "attempts", ",.0f"),

@@ -223,7 +223,7 @@ class Bench:
         while not done():
             if (left := until - time.monotonic()) <= 0:
                 return False
-            for key, _ in self.selector.select(min(self.reception.pause, left)):
+            for key, _ in self.selector.select(min(self.coordinator.pause, left)):
                 key.data()
             self.reception.look()
         return True

@@ -67,20 +67,9 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 _READ_FIRST = {
-    *(
-        "check",
-        "forecast",
-        "data",
-        "mixture",
-        "export",
-        "import",
-        "status",
-        "logs",
-        "report",
-        "metrics",
-        "checkpoint mirror",
-    ),
-    *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
+    *("check", "forecast", "data", "mixture", "export", "import", "status", "logs", "report", "metrics"),
+    *("checkpoint mirror", "checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare"),
+    "dumps merge",
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 

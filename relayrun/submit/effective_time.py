@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
 from relayrun.control.rundir import restarts
@@ -85,19 +85,16 @@ class EffectiveTime:
 
     def effective(self, *, in_job: bool) -> CostRange:
         """Return the effective training time. `low`: all costs at their upper ends."""
-        low, expected, high = (
-            self._effective({name: getattr(cost, end) for name, cost in self.costs.items()}, in_job=in_job)
-            for end in ("high", "expected", "low")
-        )
+        low, expected, high = (self._effective(end, in_job=in_job) for end in ("high", "expected", "low"))
         how = "restarts inside the job (chain.recovery: node)" if in_job else "the next job after each failure"
         words = f"effective training time, {how}"
         return CostRange(low=low, expected=expected, high=high, words=words, source="computed")
 
-    def _effective(self, costs: Mapping[str, float], *, in_job: bool) -> float:
+    def _effective(self, end: str, *, in_job: bool) -> float:
+        costs = {name: float(getattr(cost, end)) for name, cost in self.costs.items()}
         interval, failures = self.save_interval, self.job_mtbf_hours * SECONDS_PER_HOUR
         training = interval / (interval + costs["save"])
-        by_job = costs["next_job"] + interval / 2
-        each = by_job
+        each = by_job = costs["next_job"] + interval / 2
         if in_job:
             training *= 1 - costs["copies"]
             each = costs["restart"] + (1 - ENOUGH) * by_job * failures / (self.job_hours * SECONDS_PER_HOUR)
@@ -118,10 +115,7 @@ def measured_costs(run: Run) -> Iterator[tuple[str, CostRange]]:
     for name, values in found.items():
         if values := sorted(values):
             middle, source = statistics.median(values), f"{len(values)} of this run"
-            yield (
-                name,
-                CostRange(low=values[0], expected=middle, high=values[-1], words=ASSUMED[name].words, source=source),
-            )
+            yield name, replace(ASSUMED[name], low=values[0], expected=middle, high=values[-1], source=source)
 
 
 def _seconds_between_jobs(run: Run, numbers: list[int]) -> Iterator[float]:

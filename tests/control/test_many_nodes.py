@@ -96,13 +96,13 @@ def test_heartbeats_between_two_seconds_judge_no_hang(tmp_path: Path, monkeypatc
     assert judged <= 2 + time.monotonic() - began_at
 
 
-def test_health_counts_its_reports(tmp_path: Path) -> None:
+def test_health_names_the_nodes_that_reported(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     health = JobHealth(run.attempt(1), history_plan(run, total_steps=1), say=lambda _: None)
     for node in (3, 3, 5):
         health.hear(node, {"kind": "health", "facts": FACTS})
-    assert health.reports == 2
+    assert sorted(health.reported) == [3, 5]
 
 
 def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.follow:
         if options.json:
             raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
-        return follow(options.name, max(options.interval, 0.2), old=options.all)
+        return follow(options.name, max(options.interval, 0.2))
     now = time.time()
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
         print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif runs:
-        found = RunsWatcher().summaries(_shown(runs, old=options.all, now=now), now=now)
+        shown = runs if options.all else find_runs.without_old_runs(runs, now=now)
+        found = RunsWatcher().summaries(shown, now=now)
         print(tables.runs_table(found))
         if left_out := len(runs) - len(found):
             print(f"{left_out} runs whose chains ended more than 30 days ago: --all")
@@ -123,11 +124,7 @@ def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
-def _shown(runs: Sequence[Run], *, old: bool, now: float) -> Sequence[Run]:
-    return runs if old else find_runs.without_old_runs(runs, now=now)
-
-
-def follow(name: str | None, interval: float, *, old: bool = False) -> int:
+def follow(name: str | None, interval: float) -> int:
     """Show one run or all runs until Ctrl-C, one run also until its chain has ended. Raises RelayrunError."""
     one = [] if name is None else [find_runs.find_run(name)]
     in_full = bool(one) and sys.stdout.isatty()
@@ -136,7 +133,7 @@ def follow(name: str | None, interval: float, *, old: bool = False) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             now = time.time()
-            runs = one or _shown(find_runs.all_run_folders(), old=old, now=now)
+            runs = one or find_runs.without_old_runs(find_runs.all_run_folders(), now=now)
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
             show(found, now)
             if one and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found):

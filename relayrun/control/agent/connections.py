@@ -83,11 +83,6 @@ class AgentConnections:
             self.listener.setblocking(False)  # who connected may have gone again
             selector.register(self.listener, selectors.EVENT_READ, self._accept)
 
-    @property
-    def pause(self) -> float:
-        """Seconds after which `look` must be called again."""
-        return self.coordinator.pause
-
     def look(self) -> None:
         """Handle everything that no message announces; called now and then."""
         self.coordinator.look()

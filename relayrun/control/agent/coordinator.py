@@ -233,10 +233,12 @@ class Coordinator:
     def _gather(self) -> None:
         """Begin the first start when every expected node is there, or when the wait for the others is over."""
         places, waited = self._places, time.monotonic() - self._heard.greeted
-        said = len(self._heard.ports) if self._health is None else min(len(self._heard.ports), self._health.reports)
+        said = (
+            len(self._heard.ports) if self._health is None else min(len(self._heard.ports), len(self._health.reported))
+        )
         if said < places.left and waited <= GATHER_SECONDS and places.fitting(places.left):
             return  # each message of each node comes here
-        there = [node for node in self._there() if self._health is None or self._health.knows(node)]
+        there = [node for node in self._there() if self._health is None or node in self._health.reported]
         enough = waited > GATHER_SECONDS and len(there) >= places.wanted
         if not places.fitting(places.left):
             self._too_few()

@@ -238,13 +238,9 @@ class JobHealth:
         self._clocks.ask(links, nodes)
 
     @property
-    def reports(self) -> int:
-        """Number of nodes that have reported their facts."""
-        return len(self._facts)
-
-    def knows(self, node: int) -> bool:
-        """Return whether this node has reported its facts."""
-        return node in self._facts
+    def reported(self) -> Collection[int]:
+        """Nodes that have reported their facts."""
+        return self._facts.keys()
 
     def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_restart: int) -> tuple[dict[int, str], bool]:
         """Judge these nodes by the facts since the last look, and record the findings.

@@ -140,7 +140,7 @@ class NodeAgent:
         if self._health is not None:
             self._health.look(lambda facts: self._upward.send("health", facts=facts))
         while self._code is None:
-            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.pause):
+            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.coordinator.pause):
                 key.data()
             if time.monotonic() - self._beat >= AGENT_BEAT_SECONDS:
                 self._beat = time.monotonic()

@@ -69,8 +69,7 @@ class SpawnServer(RankServer):
         begin = self.run.attempt(int(given["attempt"])).started_record()
         if "base-iteration" not in given:
             return begin, begin
-        base = int(given["base-iteration"])
-        return begin, replace(begin, base_iteration=base, base_path=given.get("base-path"))
+        return begin, replace(begin, base_iteration=int(given["base-iteration"]), base_path=given.get("base-path"))
 
 
 def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:

@@ -106,7 +106,7 @@ def main() -> int:
     steps.watch(selector, reception)
     deadline: float | None = None
     while steps.left() - coordinator.given_up() or coordinator.code is None:
-        for key, _ in selector.select(reception.pause):
+        for key, _ in selector.select(coordinator.pause):
             key.data()
         reception.look()
         steps.end(coordinator.given_up())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from relayrun.errors import RunDirError, did_you_mean
 from relayrun.files import RealPathCache
 
 OLD_SECONDS = 30 * 86400.0
-"""Age of the end of a chain at which tables and metrics of all runs leave it out: there may be thousands."""
+"""Age of the end of a chain at which looks at all runs leave it out: there may be thousands."""
 
 
 def runs_folder() -> Path:
@@ -79,14 +80,13 @@ def all_run_folders() -> list[Run]:
 
 def without_old_runs(runs: Iterable[Run], *, now: float) -> list[Run]:
     """Leave out the runs whose chains ended long ago (OLD_SECONDS)."""
-    return [run for run in runs if now - _stop_time(run, now) < OLD_SECONDS]
-
-
-def _stop_time(run: Run, now: float) -> float:
-    try:
-        return os.stat(f"{run.path}/{STOP_NAME}").st_mtime
-    except OSError:  # the chain has not ended
-        return now
+    found = []
+    for run in runs:
+        with contextlib.suppress(OSError):  # the chain has not ended
+            if now - os.stat(f"{run.path}/{STOP_NAME}").st_mtime > OLD_SECONDS:
+                continue
+        found.append(run)
+    return found
 
 
 def _project_run_folders() -> list[Path]:
