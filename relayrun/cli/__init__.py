@@ -1,6 +1,6 @@
 """The `relayrun` command: its verbs, in five groups.
 
-run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
+run     submit, check, forecast, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
 model   export, import, checkpoint
 watch   status, why, logs, report, goodput, metrics, runs, notify, sentinel
@@ -28,6 +28,7 @@ COMMANDS = {
     "help": ("site.help", "search the pages and the settings, or show a page"),
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
+    "forecast": ("run.forecast", "effective training time to expect of so many nodes that fail so often"),
     "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
     "wrap": ("run.wrap", "run an existing sbatch script, unchanged, as a chain of jobs"),
     "resume": ("run.submit", "submit a run again as it was submitted last"),
@@ -65,8 +66,9 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 _READ_FIRST = {
-    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "metrics", "checkpoint mirror"),
-    *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
+    *("check", "forecast", "data", "mixture", "export", "import", "status", "logs", "report", "metrics"),
+    *("checkpoint mirror", "checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare"),
+    "dumps merge",
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
@@ -75,6 +77,7 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
     "help": "time limit",
     "submit": "configs/runs/my-run.yaml --set training.steps=40",
     "check": "configs/runs/my-run.yaml",
+    "forecast": "--nodes 2048 --mtbf-hours 6300",
     "adopt": "submit-llama3-8b.sh",
     "wrap": "--checkpoints 'out/step-{iteration}.pt' train.sbatch --lr 1e-3",
     "resume": "my-project/my-run --set training.steps=280",

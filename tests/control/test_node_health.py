@@ -398,7 +398,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     health = JobHealth(run.attempt(1), node_checks(mode="warn", tmp_gb=1.0), say=said.append)
     health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB}})
     health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}})
-    assert health.knows(1)
+    assert 1 in health.reported
     left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=3)
     assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
     first, second = node_health.read_findings(run.attempt(1))

@@ -6,6 +6,7 @@ watch has recorded it, and then moves everything beyond the next start (`Foreign
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -107,11 +108,10 @@ class ForeignRestart:
             result.set_exception(error)
 
     def _log_is_whole(self, number: int, nodes: Collection[str]) -> bool:
-        wanted = {node: f" {node}] {restart_ranks_exited_line(number)}" for node in nodes}
+        said = re.compile(rf" (\S+)\] {re.escape(restart_ranks_exited_line(number))}")
         for lines, found in self._logs:
-            for line in lines.read():
-                found |= {node for node, words in wanted.items() if words in line}
-        missing = sorted({node for _, found in self._logs for node in wanted.keys() - found})
+            found |= {node for line in lines.read() for node in said.findall(line)}
+        missing = sorted({node for _, found in self._logs for node in set(nodes) - found})
         if missing and time.monotonic() - self._since > LOG_COMPLETE_SECONDS:
             self._say(
                 f"the last words of {', '.join(missing)} are not in the log; what else its ranks said may be lost"
