@@ -19,6 +19,7 @@ from relayrun.errors import InputError, RelayrunError, combined_error, did_you_m
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -87,7 +88,7 @@ def file_format(path: str) -> FileFormat:
 
 
 InputFile = tuple[str, int, int]
-"""Path below the data set folder, bytes, and modification time in ns."""
+"""Path below the data set folder, of a file or of a range of it, bytes, and the file's modification time in ns."""
 
 MISSING_FILE = (0, -1)
 """Bytes and modification time of a missing file."""
@@ -130,7 +131,8 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *urls.stat_file(urls.join_path(os.fspath(dataset), name))))
+            size, changed = urls.stat_file(urls.join_path(os.fspath(dataset), file_of_range(name)))
+            inputs.append((name, range_bytes(name, size), changed))
         except MissingInput as error:
             missing.append(error)
             inputs.append((name, *MISSING_FILE))
