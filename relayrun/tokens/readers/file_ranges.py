@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from relayrun.errors import RelayrunError
 from relayrun.tokens.readers.contents import file_compression
-from relayrun.tokens.stores.urls import open_input
+from relayrun.tokens.stores.urls import join_path, open_input
 
 SMALLEST_RANGE = 32 << 20
 """Least bytes of a range: a start of a task costs as much as some megabytes of text."""
@@ -45,13 +47,39 @@ def range_bytes(path: str, file_size: int) -> int:
     return max(0, min(file_size, file_size if end is None else end) - begin)
 
 
+def range_of_file(file: tuple[str, int, int], path: str) -> tuple[str, int, int]:
+    """Return the path, bytes and time of change of a range of an input file."""
+    return path, range_bytes(path, split_range(file[0])[1] + file[1]), file[2]
+
+
+def deal_in_ranges(dataset: str, files: Sequence[tuple[str, int, int]], tasks: int) -> list[list[str]]:
+    """Deal files, which are cut into ranges, in order onto at most `tasks` parts of about the same bytes; none if no
+    file has the bytes of two parts."""
+    total = sum(size for _, size, _ in files)
+    share = max(total / tasks, SMALLEST_RANGE)
+    if not files or max(size for _, size, _ in files) < 2 * share:
+        return []
+    parts: list[list[str]] = [[] for _ in range(tasks)]
+    place = 0
+    for file in files:
+        name, size, _ = file
+        offsets: list[int] = []
+        with contextlib.suppress(RelayrunError, OSError):  # the task of the file reports it
+            offsets = cut_offsets(join_path(dataset, name), size, round(size / share))
+        for path in cut_path(name, offsets):
+            _, size, _ = range_of_file(file, path)
+            parts[min(tasks - 1, int((place + size / 2) * tasks / total))].append(path)
+            place += size
+    return [part for part in parts if part]
+
+
 def cut_path(path: str, offsets: list[int]) -> list[str]:
     """Return the ranges of a file, or of a range, that is cut at `offsets` inside it, ascending."""
     file, begin, end = split_range(path)
     if not offsets:
         return [path]
     bounds = [str(begin), *map(str, offsets), "" if end is None else str(end)]
-    return [f"{file}/bytes={first}-{last}" for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [f"{file}/bytes={first}-{last}" for first, last in itertools.pairwise(bounds)]
 
 
 def cut_offsets(path: str, size: int, pieces: int) -> list[int]:
@@ -62,18 +90,18 @@ def cut_offsets(path: str, size: int, pieces: int) -> list[int]:
 
     file, begin, _ = split_range(path)
     wanted = [begin + size * piece // pieces for piece in range(1, pieces)]
-    found: dict[int, None] = {}
+    found: set[int] = set()
     if file_format(file) is PARQUET:
         with open_parquet(file) as parquet:
-            starts = row_group_starts(parquet)
-        found = dict.fromkeys(min((s for s in starts if s >= offset), default=0) for offset in wanted)
+            starts = row_group_starts(parquet)[1:]
+        found = {min((abs(start - offset), start) for start in starts)[1] for offset in wanted if starts}
     elif file_format(file) is JSON_LINES:
         with open_input(file) as raw:
             for offset in wanted:
                 member = _next_member(raw, file, offset, offset + _SEARCHED_BYTES)
                 if member is None:
                     break
-                found[member] = None
+                found.add(member)
     return sorted(offset for offset in found if begin < offset < begin + size)
 
 

@@ -103,7 +103,7 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         raise InputError(
             "there is no such paths file", where=path, hint="`relayrun dumps prepare` writes them"
         ) from None
-    names: dict[str, None] = {}
+    names: dict[str, str] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line:
             continue
@@ -112,14 +112,14 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         if b"\0" in line or os.path.isabs(name):
             hint = "write it from the dataset folder on"
             raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
-        if name in names:
+        if (file := file_of_range(name)) in names:
             raise InputError(
-                f"this path is listed twice: {printable(name)}", where=where, hint="remove one of the lines"
+                f"this path is listed twice: {printable(file)}", where=where, hint="remove one of the lines"
             )
-        names[name] = None
+        names[file] = name
     if not names:
         raise InputError("the paths file lists no file", where=path, hint="`relayrun dumps prepare` writes them")
-    return list(names)
+    return list(names.values())
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:

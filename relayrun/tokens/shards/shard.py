@@ -87,6 +87,8 @@ class ShardRecords:
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
+        self._ranges: dict[str, set[str]] = {}
+        """Names of the ranges of raw files that `texts` has found, by file."""
         self._real_path = RealPathCache()
 
     def of(self, prefix: str) -> ShardRecord | None:
@@ -105,6 +107,7 @@ class ShardRecords:
         its .idx. Empty shards, missing shards and shards below URLs have no name."""
         found: dict[str, set[str]] = {}
         sizes: dict[int, dict[str, list[str]]] = {}
+        inputs: list[Any] = []
         without = set()
         for prefix in prefixes:
             found[prefix] = set()
@@ -117,10 +120,15 @@ class ShardRecords:
                 sizes.setdefault(size, {}).setdefault(real, []).append(prefix)
                 record = self.of(real) or ShardRecord(made=None, xxh3_128={})
                 found[prefix] = {record.xxh3_128.get("bin", real), *record.texts}
-                for path, length, fingerprint in record.inputs:
-                    found[prefix] |= self.texts_of_file(path, length, fingerprint)
+                inputs += [(prefix, *file) for file in record.inputs]
                 if real in found[prefix]:
                     without.add(size)
+        for prefix, *file in (each for each in inputs if "/bytes=" in each[1]):
+            found[prefix] |= self.texts_of_file(*file)
+        for text in {text for texts in found.values() for text in texts if "/bytes=" in text}:
+            self._ranges.setdefault(text.rpartition("/bytes=")[0], set()).add(text)
+        for prefix, *file in inputs:
+            found[prefix] |= self.texts_of_file(*file)
         for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
             for real, several in alike.items():
                 for prefix in several:
@@ -128,10 +136,12 @@ class ShardRecords:
         return found
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
-        """Name the text of a raw file in the same way; an empty file has no name."""
-        path = path.removeprefix("file://")
-        place = path if "://" in path else self._real_path(path)
-        return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
+        """Name the text of a raw file, or of a range of it, in the same way; an empty file has no name. A file has the
+        names of its ranges, too, that `texts` has found."""
+        file, separator, bounds = path.removeprefix("file://").partition("/bytes=")
+        place = file if "://" in file else self._real_path(file)
+        found = {f"{each} {size}" for each in (place + separator + bounds, *fingerprints) if each and size}
+        return found if bounds else found | self._ranges.get(place, set())
 
 
 def _read_folder_record(folder: str) -> dict[str, ShardRecord]:

@@ -30,6 +30,7 @@ import pyarrow as pa
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
@@ -354,7 +355,9 @@ def _text_batches(
 
 def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read only once
+    paths = [
+        path for path in paths if is_url(path) or os.path.isfile(file_of_range(path))
+    ]  # a pipe can be read only once
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:
