@@ -23,7 +23,11 @@ from relayrun.tokens.readers.file_ranges import cut_offsets, cut_path, split_ran
 from relayrun.tokens.shards.manifest import TextFileEntry, check_held_out, doubled_texts
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import prepare_dumps
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from relayrun.tokens.tokenize.shard_folder import FolderRecord, stale_inputs
@@ -188,3 +192,43 @@ def test_held_out_ranges_are_text_of_their_file(folder: Path) -> None:
     tokenize(folder, name, "whole", tasks=1)
     with pytest.raises(InputError, match="also stand in validation"):
         check_held_out({"t": find_prefixes([folder / "whole"])}, {"v": prefixes[3:]})
+
+
+def settings_of(folder: Path) -> TokenizationSettings:
+    return TokenizationSettings(
+        tokenizer=str(folder / "tokenizer.json"),
+        tokenizer_name="t",
+        dataset_name="d",
+        metadata_folder=str(folder / "meta"),
+        output_folder=str(folder / "tokens"),
+        logs=str(folder / "logs"),
+        workers=1,
+        tasks=2,
+    )
+
+
+def test_dumps_share_one_file_and_a_second_prepare_keeps_their_ranges(folder: Path) -> None:
+    data = folder / "data"
+    data.mkdir()
+    name, settings = write_large(data, ""), settings_of(folder)
+    assert [len(dump.files) for dump in prepare_dumps(data, folder / "meta", n_dumps=2)] == [1, 1]
+    dumps = prepare_dumps(data, folder / "meta", n_dumps=3)  # none is begun
+    assert sum(dump.size for dump in dumps) == (data / name).stat().st_size
+    prepare_submission(settings)
+    tokenize_dump(settings, 1)
+    (data / "new.jsonl").write_text('{"text": "came later"}\n')
+    again = prepare_dumps(data, folder / "meta")
+    assert [dump.files for dump in again[:2]] == [dumps[0].files, dumps[2].files]
+    assert [(dump.index, [file.path for file in dump.files]) for dump in again[2:]] == [(3, ["new.jsonl"])]
+    for index in prepare_submission(settings):
+        tokenize_dump(settings, index)
+    found = [Shard.open(prefix).documents for prefix in find_prefixes([folder / "tokens"])]
+    assert sum(found) == 401
+    lines = [json.loads(line) for line in (folder / "meta" / "inventory.jsonl").read_text().splitlines()]
+    assert {line["path"]: line["rows"] for line in lines} == {name: 400, "new.jsonl": 1}
+    merge_shards(find_prefixes([folder / "tokens" / "t" / "d" / f"dump-{i}" for i in range(3)]), folder / "merged")
+    tokenize(folder, f"data/{name}", "one", tasks=1)
+    assert file_checksum(folder / "merged.bin") == file_checksum(folder / "one" / "00000_tokens.bin")
+    (data / name).unlink()
+    with pytest.raises(InputError, match="nothing to tokenize"):
+        prepare_dumps(data, folder / "meta")

@@ -59,7 +59,7 @@ class TokenizeResult:
     """Skipped lines by reason."""
     losses: dict[str, int]
     rows: dict[str, int]
-    """Rows of each file."""
+    """Rows of each path of the paths file."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -249,9 +249,10 @@ def _result(
 ) -> TokenizeResult:
     tasks = list(folder.tasks.values())
     rows: Counter[str] = Counter()
+    listed = {file_of_range(file[0]): file[0] for file in inputs}
     for task in tasks:
         for file, found in zip(task.inputs, task.file_rows, strict=False):
-            rows[file_of_range(file[0])] += found
+            rows[listed[file_of_range(file[0])]] += found
     return TokenizeResult(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
