@@ -16,10 +16,11 @@ import pytest
 import zstandard
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers import file_ranges
+from relayrun.tokens.readers import deal_files, file_ranges
 from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.deal_files import cut_offsets
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.file_ranges import cut_offsets, cut_path, split_range
+from relayrun.tokens.readers.file_ranges import cut_path, split_range
 from relayrun.tokens.shards.manifest import TextFileEntry, check_held_out, doubled_texts
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
@@ -95,7 +96,7 @@ def tokenize(folder: Path, name: str, output: str, tasks: int, **options: Any) -
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(file_ranges, "SMALLEST_RANGE", 500)
+    monkeypatch.setattr(deal_files, "SMALLEST_RANGE", 500)
     train_tokenizer(tmp_path / "tokenizer.json")
     return tmp_path
 

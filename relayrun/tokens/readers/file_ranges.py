@@ -12,20 +12,13 @@ import contextlib
 import io
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from relayrun.errors import RelayrunError
 from relayrun.tokens.readers.contents import file_compression
-from relayrun.tokens.stores.urls import join_path, open_input
-
-SMALLEST_RANGE = 32 << 20
-"""Least bytes of a range: a start of a task costs as much as some megabytes of text."""
 
 _RANGE = re.compile(r"(.+)/bytes=(\d+)-(\d*)", re.DOTALL)
 _BLOCK = 1 << 20
-_SEARCHED_BYTES = 256 << 20
-"""A file whose next member begins farther away than this is not cut."""
 
 _MEMBER = {"gzip": re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL), "zstd": re.compile(rb"\x28\xb5\x2f\xfd")}
 _MEMBER_HEAD = 4
@@ -52,27 +45,6 @@ def range_of_file(file: tuple[str, int, int], path: str) -> tuple[str, int, int]
     return path, range_bytes(path, split_range(file[0])[1] + file[1]), file[2]
 
 
-def deal_in_ranges(dataset: str, files: Sequence[tuple[str, int, int]], tasks: int) -> list[list[str]]:
-    """Deal files, which are cut into ranges, in order onto at most `tasks` parts of about the same bytes; none if no
-    file has the bytes of two parts."""
-    total = sum(size for _, size, _ in files)
-    share = max(total / tasks, SMALLEST_RANGE)
-    if not files or max(size for _, size, _ in files) < 2 * share:
-        return []
-    parts: list[list[str]] = [[] for _ in range(tasks)]
-    place = 0
-    for file in files:
-        name, size, _ = file
-        offsets: list[int] = []
-        with contextlib.suppress(RelayrunError, OSError):  # the task of the file reports it
-            offsets = cut_offsets(join_path(dataset, name), size, round(size / share))
-        for path in cut_path(name, offsets):
-            _, size, _ = range_of_file(file, path)
-            parts[min(tasks - 1, int((place + size / 2) * tasks / total))].append(path)
-            place += size
-    return [part for part in parts if part]
-
-
 def cut_path(path: str, offsets: list[int]) -> list[str]:
     """Return the ranges of a file, or of a range, that is cut at `offsets` inside it, ascending."""
     file, begin, end = split_range(path)
@@ -82,29 +54,6 @@ def cut_path(path: str, offsets: list[int]) -> list[str]:
     return [f"{file}/bytes={first}-{last}" for first, last in itertools.pairwise(bounds)]
 
 
-def cut_offsets(path: str, size: int, pieces: int) -> list[int]:
-    """Return up to `pieces` - 1 offsets that cut a file or range of `size` bytes evenly; fewer where it has few row
-    groups, or its members of gzip or zstd are large; none for formats that are read from the beginning."""
-    from relayrun.tokens.readers.arrow_files import open_parquet, row_group_starts  # on demand: Arrow
-    from relayrun.tokens.readers.inputs import JSON_LINES, PARQUET, file_format
-
-    file, begin, _ = split_range(path)
-    wanted = [begin + size * piece // pieces for piece in range(1, pieces)]
-    found: set[int] = set()
-    if file_format(file) is PARQUET:
-        with open_parquet(file) as parquet:
-            starts = row_group_starts(parquet)[1:]
-        found = {min((abs(start - offset), start) for start in starts)[1] for offset in wanted if starts}
-    elif file_format(file) is JSON_LINES:
-        with open_input(file) as raw:
-            for offset in wanted:
-                member = _next_member(raw, file, offset, offset + _SEARCHED_BYTES)
-                if member is None:
-                    break
-                found.add(member)
-    return sorted(offset for offset in found if begin < offset < begin + size)
-
-
 class RangeLines:
     """The lines of a range of jsonl, read by `readline` as from a file."""
 
@@ -112,8 +61,8 @@ class RangeLines:
         """`open_text` decompresses the beginning of a file and looks at its content. Raises as it does, and OSError or
         pa.ArrowException for torn members."""
         self._raw, (self._file, begin, end) = raw, split_range(path)
-        first = _next_member(raw, self._file, begin) if begin else 0
-        self._after = None if end is None else _next_member(raw, self._file, end)
+        first = next_member(raw, self._file, begin) if begin else 0
+        self._after = None if end is None else next_member(raw, self._file, end)
         self._lines: io.BufferedReader | None = None
         self._is_last = False
         if not begin:
@@ -152,7 +101,7 @@ def _decompressed(raw: BinaryIO, file: str, begin: int, end: int | None) -> io.B
     return io.BufferedReader(pa.CompressedInputStream(section, compression) if compression else section, _BLOCK)
 
 
-def _next_member(raw: BinaryIO, file: str, begin: int, until: int | None = None) -> int | None:
+def next_member(raw: BinaryIO, file: str, begin: int, until: int | None = None) -> int | None:
     """Return where the first member from `begin` on begins; None if there is none before `until`. Every byte of a file
     that is not compressed will do. Bytes that only look like the head of a member are tried: they do not decompress."""
     compression = file_compression(file)

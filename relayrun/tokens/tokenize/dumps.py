@@ -41,7 +41,8 @@ from relayrun.files import (
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
-from relayrun.tokens.readers.file_ranges import deal_in_ranges, file_of_range
+from relayrun.tokens.readers.deal_files import deal_in_ranges
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize import shard_folder

@@ -19,8 +19,9 @@ from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
 from relayrun.progress import Progress, clear_line, count
 from relayrun.publishing import blaming_output
+from relayrun.tokens.readers.deal_files import SMALLEST_RANGE
 from relayrun.tokens.readers.faults import describe_bad_lines
-from relayrun.tokens.readers.file_ranges import SMALLEST_RANGE, file_of_range, range_of_file
+from relayrun.tokens.readers.file_ranges import file_of_range, range_of_file
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder

@@ -31,8 +31,9 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
+from relayrun.tokens.readers.deal_files import deal_in_ranges
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
-from relayrun.tokens.readers.file_ranges import deal_in_ranges, file_of_range, range_bytes, split_range
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes, split_range
 from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
