@@ -19,6 +19,7 @@ from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.publishing import work_folder
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
@@ -76,7 +77,7 @@ def run_trials(
     if not paths_files:
         raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
     dataset = metadata.dataset()
-    names = read_paths_file(paths_files[0])
+    names = [*map(file_of_range, read_paths_file(paths_files[0]))]
     trials = []
     for count in workers:
         for size in batch_bytes:
