@@ -152,7 +152,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     overlap = commands.add_parser("overlap", help="how many documents and n-grams of held-out shards are in others")
     overlap.add_argument("folders", nargs=2, type=Path, metavar="DIR", help="held-out shards, then training shards")
     most = "read about N tokens of each, evenly spread (default: %(default)s)"
-    overlap.add_argument("--tokens", type=int, default=20_000_000, metavar="N", help=most)
+    overlap.add_argument("--tokens", type=int, default=10_000_000, metavar="N", help=most)
     overlap.set_defaults(run=run_overlap)
     measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
     add_lengths_arguments(measure)
@@ -181,7 +181,7 @@ def run_data(options: argparse.Namespace) -> int:
 def run_overlap(options: argparse.Namespace) -> int:
     """Print how much of one data set of shards stands in another one. Raises InputError."""
     held_out, training = (find_prefixes([folder]) for folder in options.folders)
-    print(measure_overlap(held_out, training, most=max(options.tokens, 1)).describe())
+    print(measure_overlap(held_out, training, most=max(options.tokens, 1)))
     return 0
 
 

@@ -227,9 +227,7 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         remedy = "leave one of them out, or give it more weight if it is meant"
         findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
     _check_frames(config, manifest, findings)
-    for name, held_out in manifest.validation.items():
-        with findings.catching("data.overlap"):
-            _check_overlap(name, [shard.prefix for shard in held_out.shards], prefixes, findings)
+    _check_overlap(manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -287,15 +285,14 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         )
 
 
-def _check_overlap(name: str, held_out: list[str], training: list[str], findings: Findings) -> None:
-    """Say how much of a validation set stands in a sample of the training shards."""
-    local = [prefix for prefix in training if not is_url(prefix)]
-    if not local or any(map(is_url, held_out)):
-        return
-    found = measure_overlap(held_out, local, most=_OVERLAP_TOKENS)
-    remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
-    tell = findings.warn if found.same + found.half > _MOST_OVERLAP * found.documents else findings.ok
-    tell("data.overlap", f"validation {name!r}: {found.describe()}", setting="data.validation", remedy=remedy)
+def _check_overlap(manifest: Manifest, training: list[str], findings: Findings) -> None:
+    """Say how much of each validation set stands in a sample of the training shards."""
+    for name, shards in manifest.validation.items() if training else ():
+        with findings.catching("data.overlap"):
+            found = measure_overlap([shard.prefix for shard in shards.shards], training, most=_OVERLAP_TOKENS)
+            remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
+            tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+            tell("data.overlap", f"validation {name!r}: {found}", setting="data.validation", remedy=remedy)
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
