@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +209,11 @@ def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) ->
     return given[0]
 
 
+@dataclass(frozen=True)
 class _Sample:
     """Texts that compare equal, so that the cache of `_process_tokenizer` ignores them."""
 
-    def __init__(self, texts: PackedTexts) -> None:
-        self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sample)
-
-    def __hash__(self) -> int:
-        return 0
+    texts: PackedTexts = field(compare=False)
 
 
 @functools.lru_cache(maxsize=2)
@@ -226,9 +221,10 @@ def _process_tokenizer(
     options: TokenizeOptions, stamp: object, sample: _Sample
 ) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
     """Load and prove once per process, however many tasks it runs; `stamp` changes with the file."""
-    loaded = load_tokenizer(options)
+    loaded, texts = load_tokenizer(options), sample.texts
+    texts = next(texts.split(1_000_000, len(texts) or 1), texts)
     selection = select_engine(
-        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
+        options.engine, lambda: loaded.tokenizer, texts, log.warning, definition=loaded.definition
     )
     made = TokenizerRecord(
         fingerprint=loaded.fingerprint,
