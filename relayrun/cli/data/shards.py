@@ -113,9 +113,6 @@ def run_prefixes(arguments: argparse.Namespace) -> int:
         output = "".join(prefix + "\0" for prefix in prefixes)
     else:
         output = join_prefixes(prefixes) + "\n"
-    if sys.stdout.isatty():
-        print(output, end="")
-        return 0
     sys.stdout.buffer.write(os.fsencode(output))  # bytes: a file name need not be UTF-8
     sys.stdout.buffer.flush()
     return 0

@@ -27,11 +27,10 @@ def deal_in_ranges(dataset: str, files: Sequence[InputFile], tasks: int) -> list
     parts: list[list[str]] = [[] for _ in range(tasks)]
     place = 0
     for file in files:
-        name, size, _ = file
         offsets: list[int] = []
         with contextlib.suppress(RelayrunError, OSError):  # the task of the file reports it
-            offsets = cut_offsets(join_path(dataset, name), size, round(size / share))
-        for path in cut_path(name, offsets):
+            offsets = cut_offsets(join_path(dataset, file[0]), file[1], round(file[1] / share))
+        for path in cut_path(file[0], offsets):
             _, size, _ = range_of_file(file, path)
             parts[min(tasks - 1, int((place + size / 2) * tasks / total))].append(path)
             place += size

@@ -21,7 +21,6 @@ _RANGE = re.compile(r"(.+)/bytes=(\d+)-(\d*)", re.DOTALL)
 _BLOCK = 1 << 20
 
 _MEMBER = {"gzip": re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL), "zstd": re.compile(rb"\x28\xb5\x2f\xfd")}
-_MEMBER_HEAD = 4
 
 
 def split_range(path: str) -> tuple[str, int, int | None]:
@@ -115,7 +114,7 @@ def next_member(raw: BinaryIO, file: str, begin: int, until: int | None = None) 
             with contextlib.suppress(OSError, ValueError):  # Arrow's errors are ValueErrors
                 if _decompressed(raw, file, place + match.start(), None).read(_BLOCK):
                     return place + match.start()
-        kept = min(len(block), _MEMBER_HEAD - 1)
+        kept = min(len(block), 3)  # a head of four bytes may begin in them
         place += len(block) - kept
         block = block[len(block) - kept :]
         raw.seek(place + kept)

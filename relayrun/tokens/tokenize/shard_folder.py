@@ -393,10 +393,9 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         return [], []
     known = [pair for task in record.tasks.values() for pair in zip(task.inputs, task.fingerprints, strict=True)]
     if is_url(dataset):
-        files = [file_of_range(then[0]) for then, _ in known]
         now = [
-            (then[0], range_bytes(then[0], sizes.get(file, 0)), then[2] if file in sizes else -1)
-            for file, (then, _) in zip(files, known, strict=True)
+            (name, range_bytes(name, sizes.get(file := file_of_range(name), 0)), changed if file in sizes else -1)
+            for (name, _, changed), _ in known
         ]
     else:
         now = stat_inputs(dataset, [then[0] for then, _ in known], missing_ok=True)
