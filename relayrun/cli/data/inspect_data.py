@@ -96,7 +96,10 @@ def run_lengths(options: argparse.Namespace) -> int:
         if options.json:
             records.append({"folder": folder, "unit": unit, **asdict(found), "order": asdict(order)})
         else:
-            _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
+            if len(options.folders) > 1:
+                print(f"{folder}:")
+            _print_lengths(found, unit, options, room)
+            _print_order(order, len(files))
     if options.json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
     if options.picture is not None:
@@ -106,17 +109,7 @@ def run_lengths(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_lengths(
-    title: str | None,
-    found: LengthSummary,
-    order: LengthOrder,
-    unit: str,
-    options: argparse.Namespace,
-    room: int,
-    files: int,
-) -> None:
-    if title is not None:
-        print(f"{title}:")
+def _print_lengths(found: LengthSummary, unit: str, options: argparse.Namespace, room: int) -> None:
     print(f"{found.documents:,} documents, {found.total:,} {unit}")
     middle = f"median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}"
     print(f"min {found.shortest:,}, {middle}, max {found.longest:,}")
@@ -126,6 +119,9 @@ def _print_lengths(
     print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
     for packing, share in found.padding.items():
         print(f"padding of rows of {room:,}, {packing}: {share:.1%}")
+
+
+def _print_order(order: LengthOrder, files: int) -> None:
     where = "1 file" if files == 1 else f"{files:,} files"
     if order.lag_1_correlation is not None:
         usual = f"(of a shuffle: within {order.lag_1_noise:.4f} of 0)"

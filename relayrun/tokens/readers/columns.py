@@ -260,30 +260,27 @@ def _wide_field(field: pa.Field) -> pa.Field:
         kind = pa.large_string()
     elif pa.types.is_binary(kind):
         kind = pa.large_binary()
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = pa.large_list(_wide_field(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_wide_field(inner) for inner in kind])
+    elif pa.types.is_list(kind):
+        kind = pa.large_list(kind.value_field)
     elif pa.types.is_map(kind):
         kind = pa.map_(_wide_field(kind.key_field), _wide_field(kind.item_field), kind.keys_sorted)
-    return field.with_type(kind)
+    return field.with_type(_with_inner(kind, _wide_field))
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    kind = field.type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
     if pa.types.is_string_view(kind):
         kind = pa.string()
     elif pa.types.is_binary_view(kind):
         kind = pa.binary()
-    elif pa.types.is_list(kind):
-        kind = pa.list_(_plain_field(kind.value_field))
-    elif pa.types.is_large_list(kind):
-        kind = pa.large_list(_plain_field(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_plain_field(inner) for inner in kind])
-    return field.with_type(kind).remove_metadata()
+    return field.with_type(_with_inner(kind, _plain_field)).remove_metadata()
+
+
+def _with_inner(kind: pa.DataType, convert: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """Return a type of lists or structs with converted fields; other types as they are."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(convert(kind.value_field))
+    return pa.struct([convert(inner) for inner in kind]) if pa.types.is_struct(kind) else kind
 
 
 def _schema_difference(schema: pa.Schema, first: pa.Schema) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,11 +158,6 @@ class DataFile:
 
     path: str
     size: int
-
-    @classmethod
-    def of_range(cls, path: str, sizes: Mapping[str, int]) -> DataFile:
-        """Return a range of a file, or a whole one; `sizes`: the bytes by file."""
-        return cls(path=path, size=range_bytes(path, sizes[file_of_range(path)]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import heapq
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,7 @@ from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
 from relayrun.tokens.readers.deal_files import deal_in_ranges
-from relayrun.tokens.readers.file_ranges import file_of_range
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize import shard_folder
@@ -182,6 +182,12 @@ class Dump:
     index: int
     files: tuple[inputs.DataFile, ...]
 
+    @classmethod
+    def of(cls, index: int, names: Sequence[str], sizes: Mapping[str, int]) -> Dump:
+        """Return a dump of these files and ranges; `sizes`: the bytes by file."""
+        pairs = [(name, range_bytes(name, sizes[file_of_range(name)])) for name in names]
+        return cls(index=index, files=tuple(inputs.DataFile(path=name, size=size) for name, size in pairs))
+
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
@@ -194,8 +200,7 @@ def split_files(
     and cut into ranges if one of them has the bytes of two dumps."""
     sizes = {file.path: file.size for file in files}
     if ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps):
-        cut = [tuple(inputs.DataFile.of_range(name, sizes) for name in part) for part in ranges]
-        return [Dump(index=first_index + number, files=part) for number, part in enumerate(cut)]
+        return [Dump.of(first_index + number, names, sizes) for number, names in enumerate(ranges)]
     count = min(n_dumps, len(files))
     parts: list[list[inputs.DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
@@ -247,8 +252,7 @@ def prepare_dumps(
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         sizes = {file.path: file.size for file in found}
-        kept = {i: tuple(inputs.DataFile.of_range(name, sizes) for name in dump.names) for i, dump in again.items()}
-        dumps = [Dump(index=index, files=names) for index, names in kept.items()]
+        dumps = [Dump.of(index, dump.names, sizes) for index, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps += split_files(files, number, first_index=max(begun, default=-1) + 1, dataset=dataset)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}

@@ -239,19 +239,16 @@ def _tokenize_file(
         )
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
-            seen_of_ids = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
-            losses = _loss_counter(job.definition, job.fingerprint).count(texts, seen_of_ids)
-            record.losses = dict(losses + Counter(record.losses))
-            record.documents += kept
-            record.empty_documents += max(0, 1 - kept - losses[LOST_DOCUMENTS])
+            encoded = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
         else:
             texts, encoded = _encode(engine, texts, faults, f"{printable(path)}, text {record.rows - first + 1}")
-            losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-            record.losses = dict(losses + Counter(record.losses))
             ids, lengths = job.framing.apply(*encoded, shard.reserve)
-            record.documents += len(lengths)
-            record.empty_documents += max(0, len(texts) - len(lengths) - losses[LOST_DOCUMENTS])  # 0: they are kept
             shard.add(ids, lengths)
+            kept = len(lengths)
+        losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
+        record.losses = dict(losses + Counter(record.losses))
+        record.documents += kept
+        record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
         record.rows += len(texts)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read

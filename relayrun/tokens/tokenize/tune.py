@@ -138,10 +138,7 @@ def _run_trial(
 
 
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
-    """Return the first files below a URL, which cannot be linked: as many as the trial can read."""
-    if len(names) < least:
-        words = f"{least} workers need as many files, and the first dump has {len(names)}"
-        raise InputError(words, where=url, hint="give fewer --workers, or prepare fewer dumps")
+    """Return the first files below a URL, which cannot be linked: as many as the trial can read, at least `least`."""
     total, chosen = 0, list[str]()
     for name in names:
         if len(chosen) >= least and total >= most_bytes:
