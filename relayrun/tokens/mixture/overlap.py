@@ -32,7 +32,7 @@ class Overlap:
     documents: int
     """Documents of the first set that were compared."""
     same: int
-    """Of these, documents that stand whole in the second set."""
+    """Compared documents that stand whole in the second set."""
     ngram_share: float
     """Share of their n-grams that stand in the second set."""
     read: int
