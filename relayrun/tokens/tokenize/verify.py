@@ -61,7 +61,7 @@ class SourceComparison:
     documents: int = 0
     """Compared documents."""
     undecoded: int = 0
-    """Of these, documents whose ids do not decode to their text."""
+    """Compared documents whose ids do not decode to their text."""
     fault: str | None = None
     note: str | None = None
     stale: bool = False
@@ -289,7 +289,7 @@ class DumpCheckResult:
     documents: int
     """Documents that were tokenized again from their files."""
     undecoded: int = 0
-    """Of these, documents whose ids do not decode to their text."""
+    """Compared documents whose ids do not decode to their text."""
     faults: tuple[str, ...]
     closed: str | None = None
     """Reason for which a dump with faults could not be opened again."""
