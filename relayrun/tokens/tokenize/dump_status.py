@@ -62,6 +62,8 @@ class DumpStatus:
     """The first skipped lines."""
     steps: str = ""
     """Documents in and out of each step in finished shards."""
+    losses: Mapping[str, int] = field(default_factory=dict)
+    """Losses of the tokenizer in finished shards, see `encode.losses`."""
 
     @property
     def tokens(self) -> int:
@@ -140,7 +142,8 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     table = format_table(STATUS_COLUMNS, rows, width=terminal_width())
     steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
-    return "\n".join([table, *steps, *_failures(dumps)])
+    words = f"{density:.3f} tokens a byte of the files"
+    return "\n".join([table, *steps, *([words] if density else []), *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
@@ -186,6 +189,11 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
         if dump.bad_lines:
             examples = "; ".join(dump.bad_line_examples)
             yield f"dump {dump.index} left out: {describe_bad_lines(dump.bad_lines)}, for example {examples}"
+        if dump.losses:
+            from relayrun.tokens.tokenize.encode.losses import describe_losses  # on demand: tokenizers
+
+            if (lost := describe_losses(dump.losses, dump.finished_tokens)) is not None:
+                yield f"dump {dump.index}: {lost}"
 
 
 def _left_out(dumps: Iterable[DumpStatus]) -> str:
@@ -238,6 +246,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
         steps=shard_folder.describe_step_counts(task.steps for task in shards.values()),
+        losses=sum((Counter(task.losses) for task in shards.values()), Counter()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 

@@ -23,7 +23,7 @@ import heapq
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,8 @@ from relayrun.files import (
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
+from relayrun.tokens.readers.deal_files import deal_in_ranges
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize import shard_folder
@@ -190,18 +192,30 @@ BYTES_PER_DUMP = 150_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """One unit of tokenization. `files` are ordered largest first."""
+    """One unit of tokenization. `files` are ordered largest first, or by path where large ones are cut into ranges."""
 
     index: int
     files: tuple[inputs.DataFile, ...]
+
+    @classmethod
+    def of(cls, index: int, names: Sequence[str], sizes: Mapping[str, int]) -> Dump:
+        """Return a dump of these files and ranges; `sizes`: the bytes by file."""
+        pairs = [(name, range_bytes(name, sizes[file_of_range(name)])) for name in names]
+        return cls(index=index, files=tuple(inputs.DataFile(path=name, size=size) for name, size in pairs))
 
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
 
-def split_files(files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
-    """Deal `files` onto `n_dumps` dumps (at most one per file), numbered from `first_index`."""
+def split_files(
+    files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: int = 0, dataset: str = ""
+) -> list[Dump]:
+    """Deal `files` below `dataset` onto `n_dumps` dumps, numbered from `first_index`: at most one per file, or in order
+    and cut into ranges if one of them has the bytes of two dumps."""
+    sizes = {file.path: file.size for file in files}
+    if ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps):
+        return [Dump.of(first_index + number, names, sizes) for number, names in enumerate(ranges)]
     count = min(n_dumps, len(files))
     parts: list[list[inputs.DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
@@ -241,7 +255,7 @@ def prepare_dumps(
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
             raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
         begun = _begun_dumps(metadata, dataset, files_there)
-        done = {name for dump in begun.values() for name in dump.names}
+        done = {file_of_range(name) for dump in begun.values() for name in dump.names}
         files_there, twins = inventory.leave_out_twins(dataset, files_there, done)
         found = files_there.taken
         inventory.write_inventory(metadata.inventory, files_there, twins)
@@ -253,10 +267,10 @@ def prepare_dumps(
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
-        by_name = {file.path: file for file in found}
-        dumps = [Dump(index=i, files=tuple(map(by_name.__getitem__, dump.names))) for i, dump in again.items()]
+        sizes = {file.path: file.size for file in found}
+        dumps = [Dump.of(index, dump.names, sizes) for index, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1)
+        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1, dataset=dataset)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
@@ -289,17 +303,19 @@ class _BegunDump(NamedTuple):
 
 
 def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -> dict[int, _BegunDump]:
-    """Return the finished dumps and those with shards, compared with their files by the record; name what changed.
+    """Return the finished dumps, those with shards, and those with other ranges of their files, compared with their
+    files by the record; name what changed.
     Raises RelayrunError if a file of a dump that is to be submitted is left out now."""
     taken, finished = {file.path for file in there.taken}, metadata.finished()
     sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
     found: dict[int, _BegunDump] = {}
-    for index in sorted({*finished, *metadata.pending()}):
+    listed = {index: inputs.read_paths_file(metadata.completed / f"paths_file_{index}.txt") for index in finished}
+    waiting = {index: inputs.read_paths_file(metadata.paths_file(index)) for index in metadata.pending()}
+    listed |= {index: names for index, names in waiting.items() if any(metadata.shards(index).glob("*.bin"))}
+    cut = {file_of_range(name) for names in listed.values() for name in names if file_of_range(name) != name}
+    listed |= {index: names for index, names in waiting.items() if not cut.isdisjoint(map(file_of_range, names))}
+    for index, names in sorted(listed.items()):
         pending, folder = index not in finished, metadata.shards(index)
-        if pending and not any(folder.glob("*.bin")):
-            continue
-        paths_file = metadata.paths_file(index) if pending else metadata.completed / f"paths_file_{index}.txt"
-        names = inputs.read_paths_file(paths_file)
         changed, gone = shard_folder.stale_inputs(folder, dataset, sizes)
         if len(gone) == len(names):
             log.warning("dump %d: all its files are gone: its shards stay", index)
@@ -308,9 +324,9 @@ def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -
             if files:
                 words = "dump %d: %s of its files %s since it was tokenized, and their shards are made again: %s"
                 log.warning(words, index, f"{len(files):,}", what, inventory.first_names(files))
-        names = [name for name in names if name not in gone]
+        names = [name for name in names if file_of_range(name) not in gone]
         found[index] = _BegunDump(names, gone, again=pending or bool(changed or gone))
-        if found[index].again and (left_out := [name for name in names if name not in taken]):
+        if found[index].again and (left_out := [name for name in names if file_of_range(name) not in taken]):
             words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
             hint = "give the options of before, or delete the folder of its shards and its paths file"
             raise RelayrunError(f"dump {index} is tokenized in part, and {words}", where=folder, hint=hint)
