@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
     words = "the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)"
-    back.add_argument("name", metavar="RUN[:N]", help=f"{words}; with --to the folder or URL of a run's copies")
+    back.add_argument("name", metavar="RUN[:N]", help=f"{words}; with --to the folder of a run's copies")
     back.add_argument("--to", metavar="FOLDER", help="put the copy into this folder: the run itself may be lost")
     back.set_defaults(run=restore_checkpoint)
 

@@ -7,7 +7,6 @@ module knows are faults: unknown bytes are left to the reader. This module does 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Literal
@@ -16,9 +15,6 @@ from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import printable
 
 HEAD_BYTES = 512
-
-UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".filepart", ".st")
-"""Endings of downloads that have not ended, or of the note that says so of the file beside it."""
 
 _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE | re.DOTALL if name == "HTML" else re.DOTALL))
@@ -45,15 +41,11 @@ def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith((".zst", ".zstd")) else None
 
 
-def content_of(head: bytes) -> str | None:
-    return next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
-
-
 def content_fault(path: str, head: bytes, expected: str | None) -> InputError | None:
     """Return the fault of a file that begins with `head`, at most `HEAD_BYTES`. `expected`: the content that its name
     promises, None for text."""
     promised = expected or "text"
-    found = content_of(head)
+    found = next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
     leave = "or leave it out with --filter-out"
     if not head and expected is not None:
         words, hint = f"cannot be read, it may be torn: 0 bytes are no {expected}", f"fetch the file again, {leave}"
@@ -69,28 +61,23 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
     return InputError(words, where=printable(path), hint=hint)
 
 
-_TAIL_BYTES = 1 << 16
-_STREAM_END = b"\xff\xff\xff\xff"
+_ENDS: dict[str | None, tuple[bytes, tuple[bytes, ...]]] = {
+    "parquet": (b"PAR1", (b"PAR1", b"PARE")),
+    "Arrow": (b"ARROW1", (b"ARROW1",)),
+    None: (b"{", (b"}",)),  # lines of JSON
+}
+"""How whole files end that begin so."""
 
 
-def is_torn(path: str, head: bytes, content: str | None) -> bool:
-    """Return whether the last bytes of a file, not compressed, prove that its end is missing. `head`: its first bytes;
-    `content`: "JSON" for lines of JSON, else as in `content_fault`. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        tail = file.read()
-    if content == "parquet" and head.startswith(b"PAR1"):
-        return tail[-4:] not in (b"PAR1", b"PARE")
-    if content == "Arrow" and head.startswith(b"ARROW1"):
-        return not tail.endswith(b"ARROW1")
-    if content == "Arrow" and head.startswith(_STREAM_END):  # Arrow 0.14 and older wrote another mark
-        return bool(tail.strip(b"\0")) and not (tail.endswith(bytes(4)) and tail.rstrip(b"\0").endswith(_STREAM_END))
-    if content in (None, "JSON") and tail.endswith(b"\0"):
-        return not head.startswith(b"\0")
-    *before, last = tail.split(b"\n")
-    if content != "JSON" or not last.startswith(b"{") or not (before or tail.startswith(head)):
-        return False
+def is_torn(path: str, expected: str | None) -> bool:
+    """Return whether the last bytes of a file prove that its end is missing; `expected` as in `content_fault`. False
+    if it cannot be read, as below a URL."""
+    begin, ends = _ENDS.get(expected, (b"", (b"",)))
     try:
-        return json.loads(last.decode("utf-8", "surrogateescape")) is None
-    except (ValueError, RecursionError):
-        return True
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(len(begin))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD_BYTES))
+            tail = file.read().rstrip()
+    except OSError:
+        return False
+    return head == begin and tail != b"" and not tail.endswith(ends)

@@ -13,25 +13,15 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-
-import xxhash
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import (
-    HEAD_BYTES,
-    UNFINISHED,
-    content_fault,
-    content_of,
-    file_compression,
-    is_torn,
-)
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.readers.published import listed_splits
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import MissingInput, printable
 
 
@@ -73,12 +63,12 @@ STATE_FILE = "state.json"
 
 METADATA_FILE_NAMES = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
-    *("inventory.jsonl", "dump-sizes.json", "executor.json", "requirements.txt", "license.txt"),
+    *("inventory.jsonl", "dump-sizes.json", "executor.json"),
 )
 """Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
 
 _MODEL_FILE_NAMES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "trainer_state.json"),
+    *("tokenizer.json", "tokenizer_config.json", "trainer_state.json"),
     *("generation_config.json", "adapter_config.json", "preprocessor_config.json"),
 )
 _MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
@@ -105,7 +95,7 @@ def file_format(path: str) -> FileFormat:
 
 
 InputFile = tuple[str, int, int]
-"""Path below the data set folder, bytes, and modification time in ns."""
+"""Path below the data set folder, of a file or of a range of it, bytes, and the file's modification time in ns."""
 
 MISSING_FILE = (0, -1)
 """Bytes and modification time of a missing file."""
@@ -120,7 +110,7 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         raise InputError(
             "there is no such paths file", where=path, hint="`relayrun dumps prepare` writes them"
         ) from None
-    names: dict[str, None] = {}
+    names: dict[str, str] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line:
             continue
@@ -129,14 +119,14 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         if b"\0" in line or os.path.isabs(name):
             hint = "write it from the dataset folder on"
             raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
-        if name in names:
+        if (file := file_of_range(name)) in names:
             raise InputError(
-                f"this path is listed twice: {printable(name)}", where=where, hint="remove one of the lines"
+                f"this path is listed twice: {printable(file)}", where=where, hint="remove one of the lines"
             )
-        names[name] = None
+        names[file] = name
     if not names:
         raise InputError("the paths file lists no file", where=path, hint="`relayrun dumps prepare` writes them")
-    return list(names)
+    return list(names.values())
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
@@ -148,7 +138,8 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *urls.stat_file(urls.join_path(os.fspath(dataset), name))))
+            size, changed = urls.stat_file(urls.join_path(os.fspath(dataset), file_of_range(name)))
+            inputs.append((name, range_bytes(name, size), changed))
         except MissingInput as error:
             missing.append(error)
             inputs.append((name, *MISSING_FILE))
@@ -170,7 +161,7 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of the data set: its path below the data set folder, and bytes."""
+    """A file of the data set, or a range of it: its path below the data set folder, and bytes."""
 
     path: str
     size: int
@@ -207,10 +198,6 @@ class Inventory:
 DEAD_LINK = "link that leads nowhere"
 FILTERED_OUT = "filtered out"
 """By `filter_out`: such a file says nothing of others."""
-SMALL_SET = 200_000_000
-"""Bytes of a data set that `prepare` reads whole: it decompresses files and compares checksums. Of a larger one, the
-readers find torn files, and checksums are compared when a dump ends."""
-
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
@@ -229,26 +216,17 @@ def _why_left_out(
         return "hidden or temporary"
     if name in METADATA_FILE_NAMES:
         return "metadata"
-    if name.endswith(UNFINISHED):
-        return "unfinished download"
     return None if name.endswith(suffixes) else "ending not read"
 
 
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
-    """Return the paths of taken files that are no data because of the files beside them: of a model or tokenizer, logs
-    of datatrove, and lists of files."""
-    others = [file.path for file in left if file.why != FILTERED_OUT]
-    names = [(file.path, *os.path.split(file.path)) for file in taken]
-    models = {os.path.dirname(path) for path in others if path.lower().endswith(_MODEL_ENDINGS)}
-    models |= {folder for _, folder, name in names if name in _MODEL_FILE_NAMES}
-    logs = {os.path.dirname(path) for path in others if os.path.basename(path) == "executor.json"}
-    found = {path for path, folder, name in names if folder in models and name.lower().endswith((".json", ".txt"))}
-    statistics = {os.path.join(folder, name) for folder in logs for name in ("stats", "stats.json")}
-    found |= {path for path, folder, _ in names if not statistics.isdisjoint((folder, path))}
-    if not urls.is_url(place):
-        lists = listed_splits(place, {path for path, _, _ in names}, [(file.path, file.size) for file in taken])
-        found |= {listed.by for listed in lists.values()}
-    return found
+    """Return the paths of taken files that are no data because of the files beside them: JSON of a model or tokenizer,
+    and lists of files."""
+    names = {file.path: os.path.split(file.path) for file in taken}
+    models = {os.path.dirname(file.path) for file in left if file.path.lower().endswith(_MODEL_ENDINGS)}
+    models |= {folder for folder, name in names.values() if name in _MODEL_FILE_NAMES}
+    found = {path for path, (folder, name) in names.items() if folder in models and name.lower().endswith(".json")}
+    return found | {by for _, by in listed_splits(place, names.keys(), names).values()}
 
 
 def take_inventory(
@@ -257,13 +235,12 @@ def take_inventory(
     filter_in: Sequence[str] = (),
     filter_out: Sequence[str] = (),
     names: Sequence[str] | None = None,
-    ends: bool = False,
 ) -> Inventory:
     """Return all files below `folder`, local or a URL that fsspec knows, or only local `names` there: the data files,
     and the others with the reason. A file is kept if its path below `folder` (links not resolved, case-sensitive)
     contains any of `filter_in`, if given, and none of `filter_out`. Links in a local folder are followed, except to a
     parent folder. The first bytes of local files are compared with their names; below a URL the reader does that.
-    `ends`: the last bytes are looked at, too. Raises InputError if the folder is missing or cannot be listed."""
+    Raises InputError if the folder is missing or cannot be listed."""
     place, suffixes = urls.absolute_path(folder), data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
@@ -280,15 +257,12 @@ def take_inventory(
                 taken.append(file)
     metadata = _metadata_beside(place, taken, left)
     left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
-    taken = sorted((file for file in taken if file.path not in metadata), key=by_path)
-    whole = ends and sum(file.size for file in taken) <= SMALL_SET and find_spec("pyarrow") is not None
+    taken = [file for file in taken if file.path not in metadata]
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
-        faults = dict(
-            zip(taken, pool.map(functools.partial(_content_fault, place, ends=ends, whole=whole), taken), strict=True)
-        )
-    for file, (why, bad) in ((file, found) for file, found in faults.items() if found):
-        left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=bad))
-    taken = [file for file, found in faults.items() if found is None]
+        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
+    why = "other content than its name"
+    left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
+    taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
     states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
     for path in states:
         taken, more = _by_state_file(place, path, taken)
@@ -330,46 +304,17 @@ def by_path(file: DataFile | LeftOutFile) -> bytes:
     return os.fsencode(file.path)
 
 
-def _content_fault(place: str, file: DataFile, *, ends: bool, whole: bool) -> tuple[str, InputError] | None:
-    """Return why a local file is refused by its first and last bytes, and its fault; below a URL, by its name. `whole`:
-    a compressed file is decompressed."""
-    path, expected = urls.join_path(place, file.path), expected_content(file.path)
+def _content_fault(place: str, file: DataFile) -> InputError | None:
+    """Return the fault of a local file by its first bytes; below a URL, by its name."""
+    path = urls.join_path(place, file.path)
     if urls.is_url(place):
         hint = "rename the file, or leave it out with --filter-out"
-        words = "fsspec cannot open a name with `::`"
-        return ("name", InputError(words, where=path, hint=hint)) if "::" in file.path else None
-    hint = "fetch or write the file again, or leave it out with --filter-out"
+        return InputError("fsspec cannot open a name with `::`", where=path, hint=hint) if "::" in file.path else None
     try:
         with open(path, "rb", buffering=0) as raw:
-            head = raw.read(HEAD_BYTES)
-        if fault := content_fault(path, head, expected):
-            return "other content than its name", fault
-        kind = expected or ("JSON" if file_format(path) is JSON_LINES else None)
-        if ends and is_torn(path, head, kind):
-            return "torn", InputError("it may be torn: its end is missing", where=printable(path), hint=hint)
+            return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
     except OSError:  # the reader says why
         return None
-    if whole and file_compression(path) and content_of(head) == expected:
-        from relayrun.tokens.readers.arrow_files import unreadable_file_error  # on demand: Arrow
-
-        try:
-            text_checksum(path)
-        except OSError as error:
-            return "torn", unreadable_file_error(path, error, hint=hint)
-    return None
-
-
-def text_checksum(path: str) -> str:
-    """Return a checksum of a file's bytes, decompressed. Raises OSError and InputError."""
-    if file_compression(path) is None:
-        return file_checksum(path)
-    from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
-
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as raw, open_decompressed(raw, path) as text:
-        while piece := text.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 _Found = tuple[DataFile, str | None, InputError | None]

@@ -19,35 +19,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from relayrun.errors import InputError, combined_error
+import xxhash
+
+from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
-from relayrun.tokens.readers.contents import file_compression
+from relayrun.tokens.readers import published
+from relayrun.tokens.readers.contents import file_compression, is_torn
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import (
     FILTERED_OUT,
-    SMALL_SET,
     STATE_FILE,
     DataFile,
     Inventory,
     LeftOutFile,
     by_path,
     data_suffixes,
+    expected_content,
     saved_rows,
     take_inventory,
-    text_checksum,
 )
-from relayrun.tokens.readers.published import (
-    ListedSplit,
-    checksum_faults,
-    listed_checksums,
-    listed_splits,
-    split_of,
-    split_words,
-    unfinished,
-)
+from relayrun.tokens.readers.published import split_of, split_words
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
+
+_UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".filepart", ".st")
+"""Endings of the note beside a file that its download has not ended."""
 
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
@@ -81,13 +80,14 @@ def find_data_files(
 def check_sets(
     folder: str, inventory: Inventory, *, filter_in: Sequence[str] = (), all_splits: bool = False
 ) -> Inventory:
-    """Return the inventory with the files refused that `set_faults` names; `all_splits`: held-out splits are taken."""
+    """Return the inventory with the files refused that `set_faults` names, and those that are not whole.
+    `all_splits`: held-out splits are taken."""
     refused: dict[str, LeftOutFile] = {}
     faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
-    for fault, why, files in itertools.chain(faults, _wrong_checksums(folder, inventory), _no_text(folder, inventory)):
-        for number, file in enumerate([file for file in files if file.path not in refused]):
-            bad = None if number else fault  # the first one has the fault of all
-            refused[file.path] = LeftOutFile(path=file.path, size=file.size, why=why, fault=bad)
+    for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory)):
+        for number, file in enumerate(files):  # the first one has the fault of all
+            left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
+            refused.setdefault(file.path, left)
     left_out = sorted((*inventory.left_out, *refused.values()), key=by_path)
     return Inventory(tuple(file for file in inventory.taken if file.path not in refused), tuple(left_out))
 
@@ -99,27 +99,25 @@ def set_faults(
     folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
-    names, mixed `-of-N` sets, and what is not finished. Warns of missing numbers."""
-    by_rule = () if all_splits else _held_out_sets(folder, inventory, filter_in)
-    return itertools.chain(by_rule, _mixed_sets(folder, inventory.taken), _unfinished(folder, inventory))
+    names, and mixed `-of-N` sets. Warns of missing numbers."""
+    held_out = () if all_splits else _held_out_sets(folder, inventory, filter_in)
+    return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
-def _notes(inventory: Inventory) -> dict[str, int]:
-    """Return path and bytes of the files that are left out: what others wrote beside the data."""
-    return {file.path: file.size for file in inventory.left_out if file.why != FILTERED_OUT}
+def _notes(inventory: Inventory) -> set[str]:
+    """Return the paths of the files that are left out: what others wrote beside the data."""
+    return {file.path for file in inventory.left_out if file.why != FILTERED_OUT}
 
 
 def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
-    by_path = {file.path: file for file in inventory.taken}
-    listed = {} if urls.is_url(folder) else listed_splits(folder, by_path.keys(), _notes(inventory).items())
+    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, _notes(inventory))
     splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
-    for path, file in by_path.items():
-        by_name = ListedSplit(held_out_split(path), "")
-        split, by = by_name if by_name.split or path not in listed else listed[path]
-        splits[split, by if split else ""].append(file)
+    for file in inventory.taken:
+        split = held_out_split(file.path)
+        splits[(split, "") if split else listed.get(file.path, (None, ""))].append(file)
     chosen = {split_of([word]) for text in filter_in for word in split_words(text)}
     for (split, by), found in splits.items():
-        if split is None or len({each for each, _ in splits}) == 1 or split in chosen:
+        if split is None or split in chosen or len({each for each, _ in splits}) == 1:
             continue
         words = f"{_count(found)} of a {split} set beside other text: {first_names([file.path for file in found])}"
         words += f"; {by} says so" if by else ""
@@ -128,52 +126,16 @@ def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) 
 
 
 def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
-    if urls.is_url(folder):
-        return
-    by_name, notes = {file.path: file for file in inventory.taken}, _notes(inventory)
-    for fault, found in unfinished(folder, list(by_name), list(notes)):
-        yield fault, "not finished", [by_name[path] for path in found]
-
-
-def _wrong_checksums(folder: str, inventory: Inventory) -> _SetFaults:
-    """Compare the checksums of a small data set; warn of listed files that are missing."""
-    files = {file.path: file for file in inventory.taken}
-    listed = {} if urls.is_url(folder) else listed_checksums(folder, _notes(inventory))
-    if missing := sorted(path for path in listed if not os.path.lexists(os.path.join(folder, path))):
-        log.warning("%d files of lists of checksums are missing: %s", len(missing), first_names(missing))
-    if sum(file.size for file in inventory.taken) <= SMALL_SET:
-        there = {path: found for path, found in listed.items() if path in files}
-        for path, fault in checksum_faults(folder, there).items():
-            yield fault, "another checksum", [files[path]]
-
-
-_MOST_GROUPS = 256
-
-
-def _no_text(folder: str, inventory: Inventory) -> _SetFaults:
-    """Refuse files without a column `text` beside files with it, as attributes and embeddings are: of each folder and
-    ending, one file shows its columns."""
-    groups: dict[tuple[str, str], list[DataFile]] = defaultdict(list)
-    for file in inventory.taken:
-        suffix = next((each for each in data_suffixes() if file.path.lower().endswith(each)), "")
-        groups[os.path.dirname(file.path), suffix].append(file)
-    if not 1 < len(groups) <= _MOST_GROUPS or urls.is_url(folder):
-        return
-    try:
-        from relayrun.tokens.readers.columns import check_column  # on demand: a login node may lack pyarrow
-    except ImportError:
-        return
-    without: list[tuple[InputError, list[DataFile]]] = []
-    for files in groups.values():
-        try:
-            check_column(os.path.join(folder, files[0].path), "text")
-        except InputError as error:
-            if error.message.startswith("no column"):
-                without.append((error, files))
-    for fault, files in without if len(without) < len(groups) else ():
-        hint = "leave them out with --filter-out, or the others if another column holds the text"
-        words = f"{fault.message}, as in {_count(files)} of its folder and ending; other files have it"
-        yield InputError(words, where=fault.where, hint=hint), "no text", files
+    """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
+    notes, hint = _notes(inventory), "fetch or write it again, or leave it out with --filter-out, or the note"
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        where = [urls.join_path(folder, file.path) for file in inventory.taken]
+        torn = pool.map(is_torn, where, map(expected_content, where))
+    for file, place, has_no_end in zip(inventory.taken, where, torn, strict=True):
+        note = next((file.path + ending for ending in _UNFINISHED if file.path + ending in notes), None)
+        if note or has_no_end:
+            words = f"{note} says that this download has not ended" if note else "it may be torn: its end is missing"
+            yield InputError(words, where=printable(place), hint=hint), "not whole", [file]
 
 
 def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
@@ -202,7 +164,7 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
         return inventory, twins
     places = sorted({path for pair in twins.items() for path in pair})
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        sums = dict(zip(places, pool.map(functools.partial(_readable_checksum, folder), places), strict=True))
+        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
     for path, first in [*twins.items()]:
         alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
         if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
@@ -214,10 +176,19 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
 
 
-def _readable_checksum(folder: str, path: str) -> str | None:
+def _text_checksum(path: str) -> str | None:
+    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
     try:
-        return text_checksum(os.path.join(folder, path))
-    except (OSError, InputError, ImportError):
+        if file_compression(path) is None:
+            return file_checksum(path)
+        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
+
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+            while piece := text.read(1 << 20):
+                digest.update(piece)
+        return digest.hexdigest()
+    except (OSError, RelayrunError, ImportError):
         return None
 
 
@@ -261,7 +232,7 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
         if file.path in twins:
             line["same_as"] = twins[file.path]
         if (known := before.get(file.path, {})).get("bytes") == file.size:
-            line |= {name: known[name] for name in ("rows", "expected_rows") if name in known}
+            line |= {name: known[name] for name in ("rows", "rows_of_ranges", "expected_rows") if name in known}
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -276,8 +247,11 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
     """Add the tokenized `rows` of files to a written inventory. Warns of a saved data set (`state.json`) whose files
     are all tokenized and have other rows than its publisher counted."""
     lines = _read_inventory(path)
-    for name in rows.keys() & lines.keys():
-        lines[name]["rows"] = rows[name]
+    for name in rows:
+        if (line := lines.get(file_of_range(name))) is not None:
+            parts = {} if name == line["path"] else line.setdefault("rows_of_ranges", {})
+            parts[name] = rows[name]
+            line["rows"] = sum(parts.values())
     for name, line in lines.items():
         if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
             expected, files = saved_rows(folder, name)
@@ -291,14 +265,16 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
 
 
 def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> None:
-    """Raise InputError that names the files of a written inventory that have other checksums than their lists say."""
+    """Raise InputError that names the files, of these files and ranges of a written inventory, that have other
+    checksums than a list beside the data says."""
     lines = {} if urls.is_url(folder) else _read_inventory(path)
-    listed = listed_checksums(
-        folder, [name for name, line in lines.items() if line.get("why", FILTERED_OUT) != FILTERED_OUT]
-    )
-    faults = checksum_faults(folder, {name: listed[name] for name in names if name in listed})
+    notes = [name for name, line in lines.items() if line.get("why", FILTERED_OUT) != FILTERED_OUT]
+    files = {file_of_range(name) for name in names}
+    listed = [each for each in published.listed_checksums(folder, notes) if each[0] in files]
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        faults = list(filter(None, pool.map(functools.partial(published.checksum_fault, folder), listed)))
     if faults:
-        raise combined_error([*faults.values()], "files have other checksums")
+        raise combined_error(faults, "files have other checksums")
 
 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:
