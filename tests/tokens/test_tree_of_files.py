@@ -78,7 +78,7 @@ def test_every_file_of_the_tree_is_taken_or_left_out_as_it_should_be(
     assert set(KNOWN) <= set(wrong)
 
 
-FEW = ("card-names-the-test-files", "spark-job-died", "datatrove-timeout", "run-with-checkpoints", "saved-to-disk-flat")
+FEW = ("card-names-the-test-files", "run-with-checkpoints", "saved-to-disk-flat")
 
 
 def test_five_data_sets_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

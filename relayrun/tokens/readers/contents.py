@@ -61,23 +61,19 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
     return InputError(words, where=printable(path), hint=hint)
 
 
-_ENDS: dict[str | None, tuple[bytes, tuple[bytes, ...]]] = {
-    "parquet": (b"PAR1", (b"PAR1", b"PARE")),
-    "Arrow": (b"ARROW1", (b"ARROW1",)),
-    None: (b"{", (b"}",)),  # lines of JSON
-}
-"""How whole files end that begin so."""
+_ENDS = {b"PAR1": (b"PAR1", b"PARE"), b"ARROW1": (b"ARROW1",), b"{": (b"}",)}
+"""Last bytes of whole files by their first ones: of parquet, Arrow and lines of JSON."""
 
 
-def is_torn(path: str, expected: str | None) -> bool:
-    """Return whether the last bytes of a file prove that its end is missing; `expected` as in `content_fault`. False
-    if it cannot be read, as below a URL."""
-    begin, ends = _ENDS.get(expected, (b"", (b"",)))
+def is_torn(path: str) -> bool:
+    """Return whether the last bytes of a file prove that its end is missing. False if it cannot be read, as below a
+    URL."""
     try:
         with open(path, "rb", buffering=0) as file:
-            head = file.read(len(begin))
+            head = file.read(HEAD_BYTES)
             file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD_BYTES))
             tail = file.read().rstrip()
     except OSError:
         return False
-    return head == begin and tail != b"" and not tail.endswith(ends)
+    ends = next((ends for begin, ends in _ENDS.items() if head.startswith(begin)), (b"",))
+    return tail != b"" and not tail.endswith(ends)

@@ -67,10 +67,7 @@ METADATA_FILE_NAMES = (
 )
 """Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
 
-_MODEL_FILE_NAMES = (
-    *("tokenizer.json", "tokenizer_config.json", "trainer_state.json"),
-    *("generation_config.json", "adapter_config.json", "preprocessor_config.json"),
-)
+_MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
 _MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
 
 

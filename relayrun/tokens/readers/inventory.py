@@ -6,7 +6,6 @@ or stale text into training, and names what may stand there twice.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -18,8 +17,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
@@ -33,14 +30,12 @@ from relayrun.tokens.readers.inputs import (
     Inventory,
     LeftOutFile,
     by_path,
-    data_suffixes,
-    expected_content,
     saved_rows,
     take_inventory,
 )
 from relayrun.tokens.readers.published import split_of, split_words
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -57,9 +52,7 @@ _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
 def held_out_split(path: str) -> str | None:
     """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
     *folders, name = path.lower().split("/")
-    for suffix in sorted(data_suffixes(), key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    words = split_words(name)
+    words = split_words(os.path.splitext(re.sub(r"\.(gz|zstd?)$", "", name))[0])
     return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
 
 
@@ -129,13 +122,13 @@ def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
     """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
     notes, hint = _notes(inventory), "fetch or write it again, or leave it out with --filter-out, or the note"
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        where = [urls.join_path(folder, file.path) for file in inventory.taken]
-        torn = pool.map(is_torn, where, map(expected_content, where))
-    for file, place, has_no_end in zip(inventory.taken, where, torn, strict=True):
+        torn = pool.map(lambda file: is_torn(urls.join_path(folder, file.path)), inventory.taken)
+    for file, has_no_end in zip(inventory.taken, torn, strict=True):
         note = next((file.path + ending for ending in _UNFINISHED if file.path + ending in notes), None)
         if note or has_no_end:
             words = f"{note} says that this download has not ended" if note else "it may be torn: its end is missing"
-            yield InputError(words, where=printable(place), hint=hint), "not whole", [file]
+            where = printable(urls.join_path(folder, file.path))
+            yield InputError(words, where=where, hint=hint), "not whole", [file]
 
 
 def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
@@ -183,11 +176,8 @@ def _text_checksum(path: str) -> str | None:
             return file_checksum(path)
         from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
 
-        digest = xxhash.xxh3_128()
         with open(path, "rb") as raw, open_decompressed(raw, path) as text:
-            while piece := text.read(1 << 20):
-                digest.update(piece)
-        return digest.hexdigest()
+            return open_file_checksum(text)
     except (OSError, RelayrunError, ImportError):
         return None
 
@@ -272,7 +262,12 @@ def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> Non
     files = {file_of_range(name) for name in names}
     listed = [each for each in published.listed_checksums(folder, notes) if each[0] in files]
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        faults = list(filter(None, pool.map(functools.partial(published.checksum_fault, folder), listed)))
+        good = pool.map(lambda each: published.has_checksum(os.path.join(folder, each[0]), each[1]), listed)
+    faults, hint = [], "fetch it again, or leave out the file or the list with --filter-out"
+    for (file, _, by), same in zip(listed, good, strict=True):
+        if not same:
+            words, where = f"its checksum is not the one that {printable(by)} lists", os.path.join(folder, file)
+            faults.append(InputError(words, where=printable(where), hint=hint))
     if faults:
         raise combined_error(faults, "files have other checksums")
 

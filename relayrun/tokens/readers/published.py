@@ -16,9 +16,6 @@ from typing import Any
 
 import yaml
 
-from relayrun.errors import InputError
-from relayrun.tokens.stores.urls import printable
-
 _HELD_OUT = {
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
@@ -27,8 +24,6 @@ _HELD_OUT = {
 """Words for the splits that are kept from training."""
 
 _LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}.union(*_HELD_OUT.values())
-_MOST_BYTES = 1 << 24
-"""Larger files are no lists."""
 
 
 def split_words(text: str) -> list[str]:
@@ -82,9 +77,8 @@ def _entries(path: str) -> Iterator[tuple[str, str]]:
 def _read_list(path: str) -> Any:
     """Return the content of JSON, the `configs` of a dataset card, or lines; None if it cannot be read."""
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            return None
-        text = Path(path).read_text("utf-8")
+        with open(path, "rb") as file:
+            text = file.read(1 << 24).decode()  # larger files are no lists
         if path.lower().endswith(".json"):
             return json.loads(text)
         if not path.endswith(".md"):
@@ -111,13 +105,7 @@ def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, s
                     yield os.path.normpath(os.path.join(place, file)), digest.lower(), path
 
 
-def checksum_fault(folder: str, listed: tuple[str, str, str]) -> InputError | None:
-    """Return the fault of a file that has another checksum than its list says; it is read whole."""
-    path, digest, by = listed
-    kind = _KINDS[len(digest)]
-    with open(os.path.join(folder, path), "rb") as file:
-        if hashlib.file_digest(file, kind).hexdigest() == digest:
-            return None
-    hint = f"fetch it again, or leave out the list with --filter-out {by}, or the file"
-    words = f"its {kind} is not the one that {printable(by)} lists"
-    return InputError(words, where=printable(os.path.join(folder, path)), hint=hint)
+def has_checksum(path: str, digest: str) -> bool:
+    """Return whether a file has this checksum; it is read whole. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, _KINDS[len(digest)]).hexdigest() == digest
