@@ -74,7 +74,7 @@ def test_files_that_a_list_holds_out_are_refused(tmp_path: Path, note: str, cont
 
 
 def test_files_of_models_logs_and_lists_are_no_text(tmp_path: Path) -> None:
-    kept = ["config.json", "data/a.jsonl", "lists/files.json"]
+    kept = ["config.json", "data/a.jsonl", "stats/0.json", "lists/files.json"]
     others = [
         "ckpt/config.json",
         "ckpt/model.safetensors",
@@ -82,9 +82,10 @@ def test_files_of_models_logs_and_lists_are_no_text(tmp_path: Path) -> None:
         "tok/vocab.json",
         "logs/executor.json",
     ]
-    data = write(tmp_path / "data", numbered(*kept, *others))
+    data = write(tmp_path / "data", numbered(*kept, *others, "logs/stats/0.json", "logs/stats.json"))
     assert prepared(data) == sorted(kept)
     assert lines(data)["tok/vocab.json"]["why"] == "metadata"
+    assert "ckpt/config.json" in prepared(data, filter_out=["safetensors"])
 
 
 def parquet(**columns: list[str]) -> bytes:
@@ -109,8 +110,9 @@ PACKED = gzip.compress(b"".join(map(text, range(500))))
         ("a.feather", feather()[:-8]),
         ("a.jsonl", text(1) + text(2)[:9]),
         ("a.jsonl", text(1) + bytes(99)),
+        ("a.arrow", arrow(30)[:-8]),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_a_torn_end_is_refused_before_the_first_token_and_by_the_reader(
     tmp_path: Path, name: str, content: bytes
@@ -193,6 +195,9 @@ def test_the_lists_of_checksums_are_read(tmp_path: Path, note: str, words: str, 
     write(data, {note: words.format(**bad).encode()})
     with pytest.raises(InputError, match=rf"x/a.jsonl: its checksum is not the one that {note} lists"):
         inventory.refuse_wrong_checksums(written, str(data), [name])
+    (data / note).rename(tmp_path / "gone")
+    inventory.refuse_wrong_checksums(written, str(data), [name])
+    write(data, {note: words.format(**bad).encode()})
     prepared(data, filter_out=[note])
     inventory.refuse_wrong_checksums(written, str(data), [name])
 

@@ -16,6 +16,7 @@ from relayrun.tokens.tokenize.dumps import prepare_dumps
 from tests.tokens.tree_of_files import make_tree
 
 _TEXT = "files of text, .bz2 and .xz are not read"
+_END = "tokenization finds torn .gz and .zst files"
 KNOWN = {
     "cc-main-2023-14-wet": "records of WARC are not read",
     "gutenberg-like-books": _TEXT,
@@ -27,6 +28,12 @@ KNOWN = {
     "batches-in-mixed-formats": _TEXT,
     "forum-dumps-tar": "tar is not read",
     "recipes-tar-gz": "tar is not read",
+    "pile-copy-interrupted": _END,
+    "archive-with-sha256sums": f"{_END}; checksums are compared then, too",
+    "spark-job-died": "_SUCCESS, _temporary and _committed_* are not read",
+    "spark-edited-after": "Hadoop's .crc files are not read",
+    "datatrove-timeout": "completions are not read",
+    "dolma-like-attributes": "files without text are named when jobs are submitted",
     "copies-of-copies": "nearly the same rows in a folder called old are not seen",
 }
 """Data sets that are not right, and why."""
@@ -81,5 +88,5 @@ def test_every_file_of_the_tree_is_taken_or_left_out_as_it_should_be(
 FEW = ("card-names-the-test-files", "run-with-checkpoints", "saved-to-disk-flat")
 
 
-def test_five_data_sets_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_three_data_sets_of_the_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert judge(tmp_path, caplog, 1, *FEW) == {}

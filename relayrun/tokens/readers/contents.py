@@ -1,5 +1,4 @@
-"""Tells by its first bytes what a file is: compressed, columns, an error page, or a pointer in place of the file. Tells
-by its last bytes that it is torn.
+"""Tells by its bytes what a file is: compressed, columns, torn, an error page, or a pointer in place of the file.
 
 A name says what a file should be; `content_fault` compares it with `HEAD_BYTES` of the file. Only contents that this
 module knows are faults: unknown bytes are left to the reader. This module does not import Arrow.
@@ -61,13 +60,13 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
     return InputError(words, where=printable(path), hint=hint)
 
 
-_ENDS = {b"PAR1": (b"PAR1", b"PARE"), b"ARROW1": (b"ARROW1",), b"{": (b"}",)}
-"""Last bytes of whole files by their first ones: of parquet, Arrow and lines of JSON."""
+_STREAM = b"\xff" * 4  # of Arrow; zeros may follow its end
+_ENDS = {b"PAR1": (b"PAR1", b"PARE"), b"ARROW1": (b"ARROW1",), b"{": (b"}",), _STREAM: (_STREAM + bytes(4), bytes(12))}
+"""Last bytes of whole files by their first ones: of parquet, Arrow, lines of JSON, and streams of Arrow."""
 
 
 def is_torn(path: str) -> bool:
-    """Return whether the last bytes of a file prove that its end is missing. False if it cannot be read, as below a
-    URL."""
+    """Return whether its last bytes prove that a file is torn; False if it cannot be read, as below a URL."""
     try:
         with open(path, "rb", buffering=0) as file:
             head = file.read(HEAD_BYTES)

@@ -218,11 +218,14 @@ def _why_left_out(
 
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
     """Return the paths of taken files that are no data because of the files beside them: JSON of a model or tokenizer,
-    and lists of files."""
+    or among logs of datatrove, and lists of files."""
     names = {file.path: os.path.split(file.path) for file in taken}
-    models = {os.path.dirname(file.path) for file in left if file.path.lower().endswith(_MODEL_ENDINGS)}
-    models |= {folder for folder, name in names.values() if name in _MODEL_FILE_NAMES}
-    found = {path for path, (folder, name) in names.items() if folder in models and name.lower().endswith(".json")}
+    others = [os.path.split(file.path) for file in left if file.why != FILTERED_OUT]
+    folders = {folder for folder, name in others if name.lower().endswith(_MODEL_ENDINGS)}
+    folders |= {folder for folder, name in names.values() if name in _MODEL_FILE_NAMES}
+    logs = [folder for folder, name in others if name == "executor.json"]
+    folders.update(logs, (os.path.join(folder, "stats") for folder in logs))
+    found = {path for path, (folder, name) in names.items() if folder in folders and name.lower().endswith(".json")}
     return found | {by for _, by in listed_splits(place, names.keys(), names).values()}
 
 

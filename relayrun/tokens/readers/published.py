@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ def split_words(text: str) -> list[str]:
     return [word for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
 
 
-def split_of(words: Iterable[str]) -> str | None:
+def split_of(words: Sequence[str]) -> str | None:
     """Return the split that one of these words says, if it is kept from training."""
-    known = set(words)
-    return next((split for split, names in _HELD_OUT.items() if known & names), None)
+    return next((split for split, names in _HELD_OUT.items() if names.intersection(words)), None)
 
 
 def listed_splits(folder: str, files: Set[str], others: Iterable[str]) -> dict[str, tuple[str | None, str]]:
@@ -65,8 +64,7 @@ def _entries(path: str) -> Iterator[tuple[str, str]]:
     while todo:
         words, value = todo.pop()
         if isinstance(value, dict):
-            split = value.get("split", "")
-            todo += [(f"{words} {key} {split}", each) for key, each in value.items()]
+            todo += [(f"{words} {key} {value.get('split', '')}", each) for key, each in value.items()]
             yield from ((each, str(key)) for key, each in value.items() if isinstance(each, str))
         elif isinstance(value, list):
             todo += [(words, each) for each in value]
@@ -98,7 +96,7 @@ def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, s
     """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
     for path in notes:
         place, name = os.path.split(path)
-        if of := _SUMS.fullmatch(name):
+        if (of := _SUMS.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
                 if len(digest) in _KINDS and (file := file.lstrip(" *") or of[1]):
