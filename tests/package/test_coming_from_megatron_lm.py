@@ -229,7 +229,7 @@ README_COMMANDS = {
     "sbatch submit-llama3-8B.sh",
     "scripts/tokenization/prepare_dumps.py --filter-in --filter-out --n-dumps",
     "scripts/tokenization/submit_tokenization.sh",
-    "scripts/create_data_config.py",
+    "scripts/tools/create_data_config.py",
     "python3 scripts/tools/create_data_mixture.py --folders --weights --output",
     "python scripts/copy_wandb_project.py -se -de -sp -dp -r",
 }
