@@ -61,7 +61,7 @@ COMMANDS = {
     "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("watch.notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("run.stop", "write a checkpoint and go on"),
-    "stop": ("run.stop", "write a checkpoint and end the chain"),
+    "stop": ("run.stop", "write a checkpoint and end the chain; a program that hears nothing runs to its time limit"),
     "cancel": ("run.stop", "end the chain at once; what was not saved is lost"),
 }
 """By command: its module in this package, and its line of help."""
