@@ -1,13 +1,15 @@
-"""`relayrun checkpoint`: verify the bytes of a checkpoint, mirror checkpoints, and restore copies."""
+"""`relayrun checkpoint`: commit and verify the bytes of a checkpoint, mirror checkpoints, and restore copies."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
+from relayrun import checkpoints
 from relayrun.cli import add_run
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import checkpoint_records
@@ -31,11 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="read a checkpoint back in full and compare every byte with its hash")
     words = "run directory, or project/name below logs/runs, and an iteration (default: the newest whole one)"
-    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or the folder of a checkpoint")
+    others = "a folder of `relayrun.checkpoints`"
+    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or {others}, or the folder of a checkpoint")
     verify.set_defaults(run=verify_checkpoint)
+    commit = actions.add_parser("commit", help="hash a checkpoint of any program, so that its bytes can be verified")
+    commit.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint, whole and under its name")
+    commit.add_argument("--step", type=int, metavar="N", help="default: the number at the end of its name")
+    commit.set_defaults(run=commit_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
     add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
+    copy.add_argument("--to", metavar="PLACE", help=f"copy {others} there, a folder or URL; RUN is that folder")
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
     words = "the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)"
@@ -79,8 +87,27 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     return 1 if torn else 0
 
 
+def commit_checkpoint(options: argparse.Namespace) -> int:
+    """Hash a checkpoint of any program and commit it. Raises RelayrunError."""
+    folder, step = options.folder.expanduser().absolute(), options.step
+    if step is None and (number := re.search(r"(\d+)\D*$", folder.name)) is not None:
+        step = int(number[1])
+    if step is None:
+        raise InputError("the name of this folder has no number", where=folder, hint="give its step: --step N")
+    newer = next((each.iteration for each in checkpoint_records.folder_commits(folder.parent)), step)
+    if newer > step:
+        words = f"step {newer} is committed here already, and would not count any more"
+        raise InputError(words, where=folder.parent, hint="commit checkpoints in the order of their steps")
+    print(f"committed step {step}: {checkpoints.commit(folder, step).path}")
+    return 0
+
+
 def mirror_checkpoints(options: argparse.Namespace) -> int:
     """Update the copies of a run; return 1 if a copy is missing. Raises RelayrunError."""
+    if options.to is not None:
+        copied = checkpoints.mirror(Path(options.name).expanduser(), options.to)
+        print(*([f"copied step {step}, verified" for step in copied] or ["nothing to copy"]), sep="\n")
+        return 0
     return sync.mirror_checkpoints(find_run(options.name), verify=options.verify).tell()
 
 
@@ -123,6 +150,12 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
     if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []
     named, iteration = split_run_and_iteration(name)
+    if checkpoint_records.folder_commits_path(Path(named).expanduser()).is_file():
+        folder = Path(named).expanduser().absolute()
+        every = [each for each in checkpoint_records.folder_commits(folder) if iteration in (None, each.iteration)]
+        if not every:
+            raise InputError(f"no checkpoint of step {iteration} is committed here", where=folder)
+        return folder / every[0].path, []
     run = find_run(named)
     line = checkpoint_records.Lineage(run)
     if iteration is None:

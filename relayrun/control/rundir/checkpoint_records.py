@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from typing import Generic, TypeVar
 from relayrun.control.rundir.records import AttemptStart, CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, path_exists, unused_name
+from relayrun.files import fsync_directory, leads_out, path_exists, read_json_lines_backwards, unused_name
 
 T = TypeVar("T")
 
@@ -199,12 +200,36 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
+    if folder_commits_path(folder.parent).is_file():
+        own = (each for each in folder_commits(folder.parent, superseded=True) if each.path == folder.name)
+        return next((replace(each, path=str(folder)) for each in own), None)
     if folder.parent.name != "checkpoints":
         return None
     run = Run(folder.parent.parent)
     attempts = map(run.attempt, reversed(run.attempt_numbers()))
     commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
     return next((commit for commit in commits if os.path.realpath(commit.path) == str(folder)), None)
+
+
+def folder_commits_path(folder: Path) -> Path:
+    """Return the record of a folder of checkpoints that belongs to no run; see `relayrun.checkpoints`."""
+    return folder / "commits.jsonl"
+
+
+def folder_commits(folder: Path, *, superseded: bool = False) -> Iterator[CheckpointCommit]:
+    """Yield the commits of such a folder that count, newest first; each `path` is a name in it. `superseded`: also the
+    others. Raises RunDirError for a damaged record, or a name that leads elsewhere."""
+    before = sys.maxsize
+    for _, record in read_json_lines_backwards(folder_commits_path(folder)):
+        try:
+            commit = CheckpointCommit.of(record)
+            if "/" in commit.path or commit.path.startswith(".") or any(map(leads_out, commit.files)):
+                raise TypeError("a name that leads elsewhere")
+            counts, before = commit.iteration < before, min(before, commit.iteration)
+        except (TypeError, AttributeError) as error:
+            raise RunDirError(f"unreadable record: {error}", where=folder_commits_path(folder)) from None
+        if counts or superseded:
+            yield commit
 
 
 def checkpoint_fault(commit: CheckpointCommit) -> str | None:
@@ -260,10 +285,11 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
     return [found[iteration] for iteration in sorted(found, reverse=True)]
 
 
-def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str) -> Path:
-    """Move a checkpoint to quarantine, unless it is gone already, and write the reason; return its new path."""
+def quarantine_checkpoint(checkpoints: Path, base: ResumePoint, *, attempt: int, why: str) -> Path:
+    """Move one of the `checkpoints` to quarantine, unless it is gone already, and write the reason; return its new
+    path."""
     assert base.path is not None
-    folder = run.checkpoints / ".quarantine"
+    folder = checkpoints / ".quarantine"
     folder.mkdir(exist_ok=True)
     target = unused_name(folder, f"{Path(base.path).name}-{attempt:04}")
     reason = QuarantineReason(iteration=base.iteration, attempt=attempt, why=why, time=time.time())
@@ -271,7 +297,7 @@ def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str
     if Path(base.path).is_dir():
         os.rename(base.path, target)
         fsync_directory(folder)
-        fsync_directory(run.checkpoints)
+        fsync_directory(checkpoints)
     return target
 
 

@@ -18,7 +18,7 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -260,18 +260,21 @@ def hash_checkpoint_file(files: CheckpointFiles, name: str) -> FileChecksum:
         return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
 
 
-def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple[int, list[str]]:
+def verify_checkpoint(
+    folder: Path | CheckpointFiles, root: str | None, *, only: Collection[str] | None = None
+) -> tuple[int, list[str]]:
     """Read back a checkpoint with checksums in full. Returns the bytes read, and a line for each faulty block or file.
-    Memory holds one block."""
+    Memory holds one block. `only`: names of the files to read; the sizes of all are compared."""
     files = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
     try:
         sums = Checksums(files, root)
-        blocks = list(sums.blocks())
+        chosen = {name: known for name, known in sums.files.items() if only is None or name in only}
+        blocks = [block for block in sums.blocks() if block.file in chosen]
     except DamagedCheckpoint as error:
         return 0, [error.message]
     faults: list[str] = []
     read = 0
-    for name, known in sums.files.items():
+    for name, known in chosen.items():
         if known.blocks is None:
             try:
                 found = hash_checkpoint_file(files, name)
@@ -284,7 +287,7 @@ def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple
     ends: dict[str, int] = {}
     for name, of_file in itertools.groupby(blocks, key=lambda block: block.file):
         read += _verify_blocks(files, name, list(of_file), ends, faults)
-    for name, known in sums.files.items():
+    for name, known in chosen.items():
         if known.blocks is not None and ends.get(name, 0) != known.bytes:
             faults.append(f"{name} has bytes without a hash behind byte {ends.get(name, 0)}")
     return read, faults

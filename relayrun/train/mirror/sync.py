@@ -162,29 +162,9 @@ class _MirrorPass:
         return set(rising[-self._policy.keep_last :]) | {each for each in rising if every and each % every == 0}
 
     def _copy(self, commit: CheckpointCommit) -> None:
-        """Copy a checkpoint, verify the copy and claim it. Raises CopyFailed, and OSError if the place fails."""
+        """Copy a checkpoint and claim the copy. Raises like `copy_checkpoint`."""
         began = time.monotonic()
-        for number in range(1, COPY_TRIES + 1):
-            files = self._place.stage(commit, self._pace)
-            found, hashes = copy_faults(files, commit)
-            if not found:
-                break
-            self._place.unstage(commit)
-            if known := source_faults(commit):
-                raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
-            if number == COPY_TRIES:
-                what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
-                raise CopyFailed(what, where=files.where)
-        copy = CheckpointCopy(
-            name=copy_name(commit),
-            iteration=commit.iteration,
-            files=commit.files,
-            checksum=commit.checksum,
-            hashes=hashes,
-            saved=commit.time,
-            time=time.time(),
-        )
-        self._place.publish(copy)
+        self._place.publish(copy_checkpoint(self._place, commit, self._pace))
         mirror.record_verified(self._run, commit, now=time.time())
         size = sum(commit.files.values())
         self.done.lines.append(
@@ -231,6 +211,31 @@ class _MirrorPass:
 
     def _tidy(self) -> None:
         self._place.tidy(set(self._line()), {copy_name(commit) for commit in self._missing()})
+
+
+def copy_checkpoint(place: MirrorDestination, commit: CheckpointCommit, pace: CopyRateLimit) -> CheckpointCopy:
+    """Copy a checkpoint and verify the copy; return the claim to publish. Raises CopyFailed, and OSError if the place
+    fails."""
+    for number in range(1, COPY_TRIES + 1):
+        files = place.stage(commit, pace)
+        found, hashes = copy_faults(files, commit)
+        if not found:
+            break
+        place.unstage(commit)
+        if known := source_faults(commit):
+            raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
+        if number == COPY_TRIES:
+            what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
+            raise CopyFailed(what, where=files.where)
+    return CheckpointCopy(
+        name=copy_name(commit),
+        iteration=commit.iteration,
+        files=commit.files,
+        checksum=commit.checksum,
+        hashes=hashes,
+        saved=commit.time,
+        time=time.time(),
+    )
 
 
 def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
