@@ -9,11 +9,12 @@ import threading
 import time
 from pathlib import Path
 
+from tests.waiting import wait_for
+
 
 def kill(moment: float) -> None:
     saves = Path(os.environ["RELAYRUN_CLIENT"]) / "checkpoints.jsonl"
-    while not saves.exists() or saves.stat().st_size == 0:
-        time.sleep(0.01)
+    wait_for(lambda: saves.exists() and saves.stat().st_size > 0, 600)
     time.sleep(moment)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -77,7 +77,7 @@ class Loader(Iterator[dict[str, Any]]):
             wrong = f"batch_size {batch_size}, rank {rank}, world_size {world_size}"
             raise ConfigError(wrong, hint="a batch is a multiple of world_size, and rank counts from 0")
         self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
-        config = _config(data, seq_length=seq_length, batch_size=batch_size, seed=seed)
+        config = self._config = _config(data, seq_length=seq_length, batch_size=batch_size, seed=seed)
         self._sizes, self._gather = config.training.batch_sizes, gather
         self._manifest = build_manifest(config)
         self._order = training_order(config, self._manifest)
@@ -145,6 +145,24 @@ class Loader(Iterator[dict[str, Any]]):
             raise ConfigError(f"the state is of version {state.get('loader')!r}, and this reads {STATE_VERSION}")
         self.close()
         self._consumed = self._asked = self._order.resume(state)
+
+    def record(self, folder: str | Path, state: Mapping[str, Any]) -> None:
+        """Write what `relayrun data show | ledger | diff FOLDER` read: the settings, the shards, and a state that is
+        saved with a checkpoint. On one rank; later states, from which training went back, are removed."""
+        from relayrun.config.compose import resolve
+        from relayrun.control.rundir.run import Run
+        from relayrun.files import write_atomic, write_json
+
+        run, revisions = Run(Path(folder).absolute()), Run(Path(folder)).revisions()
+        for each in (run.config, run.loader_states):
+            each.mkdir(parents=True, exist_ok=True)
+        if not revisions or resolve.read_resolved_config(run.config_revision(revisions[-1])) != self._config:
+            write_atomic(run.config_revision(len(revisions) + 1), resolve.dump_run_config(self._config))
+        self._manifest.write(run.manifest)
+        for path in run.loader_states.glob("*.json"):
+            if int(path.stem) > state["consumed_samples"]:
+                path.unlink(missing_ok=True)
+        write_json(run.loader_states / f"{state['consumed_samples']:015}.json", dict(state))
 
     def as_torch(self) -> TorchBatches:
         """Return this loader as a dataset of whole batches for `DataLoader(dataset, batch_size=None)` or torchdata's
