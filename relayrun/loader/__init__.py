@@ -18,6 +18,7 @@ ahead, and `close` ends them. Before a `Loader` is made, pydantic is not importe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -181,9 +182,11 @@ class Loader(Iterator[dict[str, Any]]):
     def megatron_provider(self) -> Callable[[Sequence[int]], tuple[MegatronSamples, None, None]]:
         """Return what `megatron.training.pretrain` takes as `train_valid_test_datasets_provider`: samples by their
         numbers, which Megatron counts and resumes by itself. Only for shards."""
-        from relayrun.loader.torch_batches import MegatronSamples
+        from relayrun.loader.torch_batches import provided_samples
 
-        return MegatronSamples.provider(self)
+        provider = partial(provided_samples, self)
+        provider.is_distributed = True  # type: ignore[attr-defined] # every rank calls it
+        return provider
 
     def close(self) -> None:
         """End the threads; the next batch starts them again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,16 +38,6 @@ class MegatronSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, loader: Loader, samples: int) -> None:
         self._loader, self._samples = loader, samples
 
-    @classmethod
-    def provider(cls, loader: Loader) -> Callable[[Sequence[int]], tuple[MegatronSamples, None, None]]:
-        """Return the provider of `Loader.megatron_provider`."""
-
-        def datasets(samples: Sequence[int]) -> tuple[MegatronSamples, None, None]:
-            return cls(loader, samples[0]), None, None
-
-        datasets.is_distributed = True  # type: ignore[attr-defined] # every rank makes its own
-        return datasets
-
     def __len__(self) -> int:
         return self._samples
 
@@ -62,6 +52,11 @@ class MegatronSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             "loss_mask": torch.zeros_like(mask) if k is None else mask,
             "position_ids": found["position_ids"][0] if "position_ids" in found else torch.arange(len(tokens)),
         }
+
+
+def provided_samples(loader: Loader, samples: Sequence[int]) -> tuple[MegatronSamples, None, None]:
+    """Return the data sets of `Loader.megatron_provider`: Megatron asks for the samples of each."""
+    return MegatronSamples(loader, samples[0]), None, None
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:

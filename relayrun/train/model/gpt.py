@@ -71,17 +71,11 @@ megatron_versions.quiet_megatron()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(sample_rows.RowBatch):
     """Input of one forward pass of a rank."""
 
-    tokens: npt.NDArray[np.int64]
-    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets shifted by one."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: 1."""
-    lengths: sample_rows.DocumentLengths = None
-    """Tokens of each document, for samples that know them (`relayrun.tokens.order.sample_rows.SampleRow`)."""
-    loss_mask: npt.NDArray[np.float32] | None = None
-    """1 if a token's loss counts, of shape [micro_batch_size, seq_length]; None: all count."""
 
 
 class StepBuffers:
