@@ -4,8 +4,11 @@ files: kills, numbers of ranks, workers, changes of the mixture."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -23,6 +26,7 @@ from tests.tokens.test_loader import BATCH, LENGTH, Ranks, shards, text
 from tests.workspace import Workspace
 
 torch = pytest.importorskip("torch")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +110,26 @@ def test_a_trainers_model_takes_the_labels_as_they_are(tmp_path: Path) -> None:
     found = model(**given)
     own = torch.nn.functional.cross_entropy(found.logits[0], right)
     assert found.loss.item() == pytest.approx(own.item(), rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_ranks_of_a_trainer_share_the_rows_of_a_step_and_resume(tmp_path: Path) -> None:
+    """Two processes, two micro-batches a step, a resume from the checkpoint of step 2."""
+    data = shards(Workspace.make(tmp_path), web=3, code=1)
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    with opened(data) as loader:
+        expected = [next(loader)["input_ids"].tolist() for _ in range(4)]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(ROOT / "tests/trainer_ranks.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    rows: list[list[list[int]]] = []
+    for steps in (2, 4):
+        arguments = [str(tmp_path / "data.json"), str(tmp_path), str(steps)]
+        subprocess.run([sys.executable, *words, *arguments], env=environment, check=True, timeout=600)
+        ranks = [json.loads((tmp_path / f"rank-{rank}-{steps}.json").read_text()) for rank in range(2)]
+        halves = [one + other for one, other in zip(*ranks, strict=True)]  # of one micro-batch
+        rows += [halves[at] + halves[at + 1] for at in range(0, len(halves), 2)]
+    assert rows == expected
 
 
 @pytest.mark.parametrize(
