@@ -44,17 +44,6 @@ def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLen
     return np.stack([at - np.repeat(np.cumsum(row) - row, row) for row in rows])
 
 
-def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
-    """Return 0 where the input is an end of document, else 1; float32 [batch, sequence]: `eod_mask_loss`."""
-    return np.asarray(inputs != eod, np.float32)
-
-
-def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """Return 1 where the loss of the target counts, else 0; float32 [batch, sequence]: `mask_tokens_except`. `counted`:
-    for each token of the vocabulary, True if its loss counts."""
-    return counted[targets].astype(np.float32)
-
-
 @dataclass(slots=True, kw_only=True)  # frozen would take four times as long to make, twice for each sample
 class SampleRow:
     """A sample."""
@@ -122,17 +111,17 @@ class RowMasks:
         self._loss_end = end if data.eod_mask_loss else -1
         self._position_end = end if data.reset_position_ids else -1
         self._document_end = end if data.reset_attention_mask else -1
-        self._counted: npt.NDArray[np.bool_] | None = None
+        self._counted: npt.NDArray[np.float32] | None = None
         if counted is not None:
-            self._counted = np.zeros(vocabulary_size, np.bool_)
-            self._counted[counted] = True
+            self._counted = np.zeros(vocabulary_size, np.float32)
+            self._counted[counted] = 1
 
     def loss(self, rows: RowBatch) -> npt.NDArray[np.float32] | None:
         """Return 1 for each token that counts in the loss, float32 [batch, sequence]; None: all count."""
         if self._masks_loss:
-            counts = eod_loss_mask(rows.tokens[:, :-1], self._loss_end)
+            counts = np.asarray(rows.tokens[:, :-1] != self._loss_end, np.float32)
             counts = counts if rows.loss_mask is None else counts * rows.loss_mask
-            return counts if self._counted is None else counts * target_loss_mask(rows.tokens[:, 1:], self._counted)
+            return counts if self._counted is None else counts * self._counted[rows.tokens[:, 1:]]
         if rows.loss_mask is not None:
             words = "a data set of the mixture gives a loss mask, and none was announced"
             raise FatalTrainingError(words, hint="set data.mixture.NAME.loss_mask=true")
