@@ -6,9 +6,10 @@
 Each way reads the same parquet files of made-up documents of 14 kB on average, in a process of its own and in turns,
 with the same engine for the same tokenizer, and gives batches of 8 rows of 4,096 tokens: `relayrun.loader`; torchdata's
 StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
-does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by ConcatThenSplitIterDataset. `--python` is an interpreter in which
-grain, torchdata and datasets are installed beside this package; a way that it lacks is left out. CPU seconds are those
-of the process with its threads and children, from its start, imports included. Results: benchmarks/results/loader.json.
+does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
+ConcatThenSplitIterDataset. `--python` is an interpreter in which grain, torchdata and datasets are installed beside
+this package; a way that it lacks is left out. CPU seconds are those of the process with its threads and children, from
+its start, imports included. Results: benchmarks/results/loader.json.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def steps_of(run: Run) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("example", "kills", "steps"), [("plain", 4, 300), ("huggingface", 2, 60)])
+@pytest.mark.parametrize(
+    ("example", "kills", "steps"), [("plain", 2, 200), pytest.param("huggingface", 2, 60, marks=pytest.mark.long)]
+)
 def test_an_example_that_is_killed_trains_on_the_samples_of_a_whole_run(
     example: str, kills: int, steps: int, tmp_path: Path
 ) -> None:
