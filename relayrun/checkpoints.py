@@ -241,6 +241,7 @@ def _commit(ranks: _Ranks, written: Path, final: Path, step: int) -> Checkpoint:
             checksum=root,
         )
         line.append(folder_commits_path(final.parent))
+        fsync_directory(final.parent)  # the first line makes its file
         client.checkpoint_done(step, final)
 
     ranks.first(publish)
