@@ -343,6 +343,91 @@ SECTIONS: dict[str, list[Row]] = {
         Row("claims that do not hold", "does_not_hold", ".0f", most=0),
         Row("load of the machine meanwhile, of which the ranks are the most", "load_average", ".1f"),
     ],
+    "coordinator": [
+        Row("nodes, with a stand-in of an agent each, beside spare ones", "nodes", ",.0f"),
+        Row("ranks, none of which computes", "ranks", ",.0f"),
+        Row("CPU seconds from the first connection to the order to start", "start.cpu_seconds", ".2f"),
+        Row("CPU seconds of a second of heartbeats", "idle.cpu_seconds_per_second", ".3f", most=0.1),
+        Row("bytes of a second of heartbeats, both directions", "idle.bytes_per_second", ",.0f", most=1_000_000),
+        Row("the same where all ranks make no progress for 31 s", "long_steps.bytes_per_second", ",.0f"),
+        *(
+            Row(f"{what}: {told}", f"{phase}.{figure}", form)
+            for phase, what in (
+                ("death_of_a_rank", "death of a rank"),
+                ("loss_of_a_node", "loss of a node, with a spare one"),
+                ("hang", "hang, with two seconds for stacks"),
+            )
+            for told, figure, form in (
+                ("CPU seconds until the order to start again", "cpu_seconds", ".2f"),
+                ("seconds until the first order to end", "seconds_to_the_first_order_to_end", ".3f"),
+                ("seconds until every agent has the order to start", "seconds_to_the_last_order_to_start", ".1f"),
+            )
+        ),
+        Row("CPU seconds of the end", "stop.cpu_seconds", ".2f"),
+        Row("MB of the process", "memory_mb", ".0f", most=500),
+        Row("load of the machine, whose processors the stand-ins use, too", "load_average", ".1f"),
+    ],
+    "plans": [
+        Row("writers of a save, one after the other in one process", "largest.writers", ",.0f"),
+        Row("tensors, each divided by all writers", "tensors", ".0f"),
+        Row("CPU seconds of a writer for its plan", "largest.a_rank", ".4f"),
+        Row("bytes of its message", "largest.bytes_of_a_message", ",.0f"),
+        *(
+            row
+            for what, figure in (
+                ("read the messages", "unpack"),
+                ("join the plans, with the metadata", "join"),
+                ("make the answers", "answers"),
+            )
+            for row in (
+                Row(f"CPU seconds of rank 0 to {what}", f"largest.{figure}", ".2f"),
+                Row("exponent by which they grow from half as many writers", f"growth.{figure}", ".2f", most=1.3),
+            )
+        ),
+    ],
+    "control_plane": [
+        Row("runs", "runs", ",.0f"),
+        Row("attempts", "attempts", ",.0f"),
+        Row("runs that have not ended; as many ended within a month, the others before", "living", ",.0f"),
+        Row("CPU seconds of `relayrun status`", "status.again", ".2f", most=1),
+        Row("the same with `--all`", "status_all.again", ".2f"),
+        Row("CPU seconds of a look of the sentinel", "sentinel.again", ".2f", most=1),
+        Row("CPU seconds of `relayrun metrics`, with the accounts of its runs", "metrics.again", ".2f", most=1),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
+    "simulator": [
+        *(
+            Row(f"{told}, {what}", f"reproduced.{name}.{figure}", form, most=most)
+            for name, what in (("kills", "`kills`"), ("kills_often", "`kills_often`"))
+            for told, figure, form, most in (
+                ("share of the time in steps that count, measured", "measured", ".3f", None),
+                ("the same, simulated", "simulated", ".3f", None),
+                ("difference", "difference", ".3f", 0.03),
+            )
+        ),
+        Row("published at least: effective training time of Llama 3", "published.llama_3.effective_at_least", ".3f"),
+        Row("simulated with assumed costs of its restarts", "llama_3.effective", ".3f"),
+        Row("minutes that a failure may have cost at most", "allowed_minutes.llama_3", ".1f"),
+        Row("published: effective training time of ByteRobust", "published.byterobust.effective", ".3f"),
+        Row(
+            "simulated with assumed costs of its restarts, at Llama 3's failures per GPU", "byterobust.effective", ".3f"
+        ),
+        Row("minutes that a failure may have cost at most", "allowed_minutes.byterobust", ".1f"),
+        Row(
+            "**simulated**: ours on 16,384 GPUs at Llama 3's rate of failures",
+            "ours_16384.effective",
+            ".3f",
+            least=0.97,
+        ),
+        Row("failures there", "ours_16384.failures", ".0f"),
+        Row("jobs there", "ours_16384.jobs", ".0f"),
+        *(
+            Row(f"share of the time there: {part}", f"ours_16384.share_of_the_time.{part}", ".4f")
+            for part in ("restart", "redone", "saves and copies", "next job")
+        ),
+        Row("**simulated**: ours on 9,600 GPUs", "ours_9600.effective", ".3f"),
+        Row("draws of each, with their own failures and values from the ranges", "ours_16384.draws", ".0f"),
+    ],
     "recovery": [
         *(
             Row(f"{what}: {told}", f"{side}.{figure}", form)

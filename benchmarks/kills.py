@@ -71,6 +71,8 @@ MODEL = {
 }
 INTERVAL = 200
 """Iterations between saves."""
+STEPS_BETWEEN_COPIES = 15
+"""Iterations between copies in memory, which cost about 2% of the steps here."""
 EVALUATIONS = 3 * INTERVAL
 """Iterations between evaluations."""
 STEPS = 1_000_000
@@ -245,7 +247,7 @@ class Drill:
             parallel={"use_distributed_optimizer": True},
             data={"max_epochs": 1e9, "split": 0.1},
             checkpoint={"interval": INTERVAL, "keep_every": INTERVAL}
-            | ({} if spares is None else {"memory_interval": "auto"}),
+            | ({} if spares is None else {"memory_interval": STEPS_BETWEEN_COPIES}),
             chain={} if spares is None else {"recovery": "node"} | hangs,
             job={
                 "nodes": NODES,

@@ -6,8 +6,8 @@
 A tiny Llama on two nodes with a rank each, all of them this machine, with node agents. In every second block of steps
 the part is left out (`_toggled.py`), in the order on, off, off, on, so that what changes slowly counts for both. Each
 figure is per cent of the time of a step, of pairs of neighbouring blocks: the median, and the quartiles as its bounds.
-`memory`: a copy after each step; `memory_chosen`: as often as a run with `auto` has chosen, in blocks no shorter. What
-does not grow with the model stands as microseconds of a step, too.
+`memory`: a copy after each step; `memory_chosen`: as often as 2% of the steps' time allow by that figure, in blocks no
+shorter. What does not grow with the model stands as microseconds of a step, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tests.workspace import Workspace  # noqa: E402
 FINER = 4
 """Times as many pairs for copies as often as chosen, whose part of a step is the smallest."""
 WARM_BLOCKS = 8
-"""That do not count: caches fill, and an interval is chosen."""
+"""That do not count: caches fill."""
+PARTS = ("heartbeats", "stragglers", "memory")
 
 
 def main() -> None:
@@ -50,18 +51,11 @@ def main() -> None:
     figures: dict[str, Any] = {"pairs": pairs, "block": options.block}
     with tempfile.TemporaryDirectory(prefix="round-cost-") as folder:
         workspace = Workspace.make(Path(folder))
-        run = trained(workspace, "auto", None, "auto", steps=2 * WARM_BLOCKS * options.block)
-        chosen = [line["interval"] for line in read_json_lines(run.attempt(1).memory_intervals)]
-        k = figures["chosen_interval"] = int(chosen[-1])
-        sides = {
-            "heartbeats": ("heartbeats", 0),
-            "stragglers": ("stragglers", 0),
-            "memory": ("memory", 1),
-            "memory_chosen": ("memory", k),
-        }
-        for side, (what, interval) in sides.items():
-            chosen = side == "memory_chosen"
-            block = math.ceil(options.block / k) * k if chosen else options.block
+        for side, what in (*zip(PARTS, PARTS, strict=True), ("memory_chosen", "memory")):
+            chosen, interval, block = side == "memory_chosen", int(what == "memory"), options.block
+            if chosen:
+                interval = figures["chosen_interval"] = max(2, math.ceil(figures["memory"]["median"] / 2))
+                block = math.ceil(block / interval) * interval
             steps = (WARM_BLOCKS + 2 * pairs * (FINER if chosen else 1)) * block
             run = trained(workspace, side, {"what": what, "block": block}, interval, steps=steps)
             figures[side] = cost(run, block)
@@ -73,9 +67,9 @@ def main() -> None:
     print(figures if options.quick else _results.write("round_cost", figures))
 
 
-def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, interval: int | str, *, steps: int) -> Run:
-    """A run of so many steps; `toggle`: options of the hook; None: nothing is left out. Ends where it fails."""
-    hooks = [] if toggle is None else [{"hook": "_toggled:Toggle", "options": toggle}]
+def trained(workspace: Workspace, side: str, toggle: dict[str, Any], interval: int, *, steps: int) -> Run:
+    """A run of so many steps; `toggle`: options of the hook. Ends where it fails."""
+    hooks = [{"hook": "_toggled:Toggle", "options": toggle}]
     config = workspace.config(
         side,
         training={"steps": steps, "hooks": hooks},

@@ -2,7 +2,7 @@
 
     from relayrun.api import submit
 
-    run = submit("configs/runs/demo.yaml", training={"steps": 40})
+    run = submit("configs/runs/demo.yaml", {"training.steps": 40})
     if run.wait() != "done":
         print(run.status().why)
 
@@ -17,24 +17,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from relayrun.cli.run.stop import request_stop
 from relayrun.config.compose import resolve
-from relayrun.config.compose.schema import CommonConfig
-from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain.campaign import start_due_members
-from relayrun.control.chain.stop_requests import request_stop
 from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.factory import local_scheduler
-from relayrun.errors import ConfigError, SchedulerError, user_name
-from relayrun.submit import submission
-from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.cost import ChainCost
-from relayrun.submit.submission import SubmittedRun
+from relayrun.errors import SchedulerError, user_name
+from relayrun.submit.submission import submit_run
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue
 from relayrun.watch.status.run_status import RunStatus, read_run_status
@@ -48,11 +43,7 @@ class RunHandle:
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = find_run(os.fspath(run))
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self._run.path
+        self.path = self._run.path
 
     def status(self) -> RunStatus:
         """Return what `relayrun status RUN` shows."""
@@ -79,41 +70,18 @@ class RunHandle:
 
 def submit(
     config: str | os.PathLike[str],
+    changes: Mapping[str, object] | None = None,
     *,
     resume: bool = False,
     accept_data_change: bool = False,
-    take_over: bool = False,
-    yes: bool = False,
-    **changes: object,
 ) -> RunHandle:
-    """Submit a run config, with `changes` of its settings: `training={"steps": 40}`, or `**{"training.steps": 40}`.
+    """Submit a run config, with `changes` of its settings by their dotted names; the others are as `relayrun submit`'s.
 
-    The other arguments are the options of `relayrun submit`. Raises RelayrunError if the check refuses it, or if it can
-    use more node hours than `ask_above_node_hours` without `yes`; then nothing is queued.
+    Nobody is asked: `chain.max_node_hours` limits what it can use. Raises RelayrunError if the check refuses it; then
+    nothing is queued.
     """
-    given = resolve.read_settings(Path(config), list(_overrides(changes)))
-    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-
-    def confirm(cost: ChainCost) -> None:
-        if cost.most > cost.ask_above and not yes:
-            words = f"this can use more than {cost.ask_above:g} node hours (ask_above_node_hours)"
-            raise ConfigError(words, hint="give yes=True, or set chain.max_node_hours")
-
-    return RunHandle(submit_settings(given, resolve.validate_settings(given), intent, confirm=confirm).run.path)
-
-
-def submit_settings(
-    given: LocatedSettings, config: CommonConfig, intent: SubmitIntent, *, confirm: Callable[[ChainCost], None]
-) -> SubmittedRun:
-    """Submit settings, and send the run's notices. Raises like `submission.submit_run`."""
-    submitted = submission.submit_run(config, given=given, confirm=confirm, **vars(intent))
-    unsent_notices.send_in_background(submitted.run)
-    return submitted
-
-
-def _overrides(changes: Mapping[str, object], above: str = "") -> Iterator[str]:
-    for name, value in changes.items():
-        if isinstance(value, Mapping):
-            yield from _overrides(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}={json.dumps(value, default=os.fspath)}"  # JSON is YAML
+    given = resolve.read_settings(Path(config), [f"{name}={json.dumps(to)}" for name, to in (changes or {}).items()])
+    settings = resolve.validate_settings(given)
+    run = submit_run(settings, resume=resume, accept_data_change=accept_data_change, given=given).run
+    unsent_notices.send_in_background(run)
+    return RunHandle(run.path)

@@ -12,6 +12,7 @@ import errno
 import io
 import json
 import os
+import resource
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -379,6 +380,13 @@ def write_error(folder: Path) -> OSError | None:
         with contextlib.suppress(OSError):
             os.close(fd)
             os.unlink(name)
+
+
+def raise_open_file_limit() -> int:
+    """Raise this process' soft limit of open files, often 1,024, to the hard limit; return that."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def unused_name(folder: Path, name: str) -> Path:

@@ -172,7 +172,7 @@ class KillReport:
     tensors: int
     faults: Mapping[str, Sequence[str]]
     """Differences from the undisturbed run, by `losses`, `weights` and `samples`."""
-    memory_intervals: Sequence[int]
+    memory_interval: int
     """Intervals in steps between copies in memory, in the order in which the run chose them."""
 
     def figures(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class KillReport:
                 for name in names
             },
             "by_fault": self.by_fault(),
-            "steps_between_copies": list(self.memory_intervals),
+            "steps_between_copies": self.memory_interval,
             "jobs": len(set(self.jobs)),
             "job_restarts": self.restarts,
             "tensors_compared": self.tensors,
@@ -243,7 +243,7 @@ class KillReport:
             found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
         if not lost + hosts <= len(self.failed) <= len(self.events):
             found.append(f"{len(self.events)} faults, and {len(self.failed)} failed restarts")
-        interval = max(self.memory_intervals, default=0)
+        interval = self.memory_interval
         for failed in self.failed if interval else ():
             most = interval * MAX_INTERVALS_LOST.get(failed.source, 0)
             if failed.again and most and failed.steps_lost > most:
@@ -255,13 +255,12 @@ def report_kills(
     run: Run, reference: Run, *, last: int, events: Sequence[KillEvent], restarts: Mapping[str, int]
 ) -> KillReport:
     """Compare a disturbed run with the undisturbed one. `restarts`: Slurm's restart count by job id."""
-    jobs, failed, intervals = [], [], []
+    jobs, failed = [], []
     for number in run.attempt_numbers():
         attempt = run.attempt(number)
         if (begin := attempt.read_begin()) is not None:
             jobs.append(begin.job_id)
             failed += read_failed_restarts(attempt)
-            intervals += [int(line["interval"]) for line in read_json_lines(attempt.memory_intervals)]
     tensors, different = checkpoint_differences(run.checkpoint(last), reference.checkpoint(last), tensors_only=True)
     return KillReport(
         timeline=measure_timeline(run),
@@ -275,7 +274,7 @@ def report_kills(
             "weights": different,
             "samples": sample_differences(run, reference, last),
         },
-        memory_intervals=intervals,
+        memory_interval=audit_run(run).config.checkpoint.memory_interval,
     )
 
 

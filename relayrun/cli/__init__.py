@@ -1,10 +1,10 @@
 """The `relayrun` command: its verbs, in five groups.
 
-run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
+run     submit, check, forecast, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
-model   export, upload, import, checkpoint
+model   export, import, checkpoint
 watch   status, why, logs, report, goodput, metrics, runs, notify, sentinel
-site    init, help, site, completion, gpu-check, drill, trial
+site    init, help, site, gpu-check, drill, trial
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
 Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -27,6 +28,7 @@ COMMANDS = {
     "help": ("site.help", "search the pages and the settings, or show a page"),
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
+    "forecast": ("run.forecast", "effective training time to expect of so many nodes that fail so often"),
     "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
     "wrap": ("run.wrap", "run an existing sbatch script, unchanged, as a chain of jobs"),
     "resume": ("run.submit", "submit a run again as it was submitted last"),
@@ -38,14 +40,12 @@ COMMANDS = {
     "dumps": ("data.dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
     "mixture": ("data.shards", "token shards as data sets of a run: mixed by weight, listed, checked"),
     "export": ("model.convert", "a checkpoint in the form that other programs read"),
-    "upload": ("model.convert", "an exported folder to a repository of the Hugging Face hub"),
     "import": ("model.convert", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("model.checkpoint", "verify the bytes of a checkpoint; copy it to a second place, and restore it"),
     "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in five minutes"),
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "trial": ("site.lab", "whether a program resumes and leaves when asked, in a short run that is killed on purpose"),
     "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes, added to its site file"),
-    "completion": ("site.completion", "a script that completes commands, options, runs and settings in Bash"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
     "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),
     "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),
@@ -66,8 +66,9 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 _READ_FIRST = {
-    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "metrics", "checkpoint mirror"),
-    *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
+    *("check", "forecast", "data", "mixture", "export", "import", "status", "logs", "report", "metrics"),
+    *("checkpoint mirror", "checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare"),
+    "dumps merge",
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
@@ -76,6 +77,7 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
     "help": "time limit",
     "submit": "configs/runs/my-run.yaml --set training.steps=40",
     "check": "configs/runs/my-run.yaml",
+    "forecast": "--nodes 2048 --mtbf-hours 6300",
     "adopt": "submit-llama3-8b.sh",
     "wrap": "--checkpoints 'out/step-{iteration}.pt' train.sbatch --lr 1e-3",
     "resume": "my-project/my-run --set training.steps=280",
@@ -87,14 +89,12 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
     "dumps": "submit configs/data/my-text.yaml",
     "mixture": "verify data/tokens/my-text",
     "export": "hf my-project/my-run --output models/my-run",
-    "upload": "models/my-run me/my-run",
     "import": "hf models/llama --output checkpoints/llama",
     "checkpoint": "verify my-project/my-run",
     "gpu-check": "--tiny",
     "drill": "--cluster my-site --yes",
     "trial": "configs/runs/my-run.yaml",
     "site": "probe --cluster configs/clusters/my-site.yaml",
-    "completion": "bash",
     "status": "my-project/my-run -f",
     "sweep": "submit configs/runs/my-sweep.yaml --dry-run",
     "stages": "submit configs/runs/my-stages.yaml --dry-run",
@@ -109,6 +109,10 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        from relayrun.cli.site.completion import complete
+
+        complete(COMMANDS, lambda asked: _parser(asked, COMMANDS))
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: _run(arguments))
 

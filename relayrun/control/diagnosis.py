@@ -9,6 +9,8 @@ in vain. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +29,16 @@ PROGRESS_WEIGHT = 14
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
+_TIME = r"\[?(?:ERROR |CRITICAL )?(?:(?:\d{4}-)?\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
 _LEVEL = r"(?: [\w.-]+\[\w+\])?(?: +(?:ERROR|CRIT(?:ICAL)?|FATAL)\b:? ?)?"
-_LABEL = re.compile(rf"(?:\s*(?:{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
-_RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
+_SPEAKER = rf"{_TIME}{_LEVEL}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:|r\d+(?= )|\(\w+ pid=\d+[^)]*\)"
+_LABEL = re.compile(rf"(?:\s*(?:{_SPEAKER})(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
+_RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*|\br)(\d+)(?:\]|:|$)")
 _RAISED = re.compile(
     r"(?!INFO|NOTE|WARN|ERROR|jax.*frames)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S
 )
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)(, in )?')
-_HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?Traceback \(most recent call last\)", re.M)
+_HOST = re.compile(r"^(?!\d+: )([^\s(:\[]+: )(?:\[rank\d+\]: )?(?:Traceback \(most|Fatal Python error)", re.M)
 """A label before a traceback that is no rank's: pdsh writes the name of the node."""
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
@@ -44,7 +47,8 @@ _LAST_WORDS = re.compile(
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
-    r"|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* |Can't locate "
+    r"|F\d{4,8} \d\d:|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* "
+    r"|Can't locate |\w+\(\): (?:double|invalid|corrupted|memory)|double free or|corrupted |Timeout \(\d"
     r"|.*(?: failed \(exitcode: -|\] exits with return code = -|Watchdog caught collective operation timeout)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
@@ -107,8 +111,17 @@ class Statement:
 
 
 def _lines_of(log: str) -> list[str]:
-    """Return the lines, those of megabytes without their middle."""
-    return [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
+    """Return the lines: those of megabytes without their middle, of a traceback in JSON its last line."""
+    lines = [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
+    return [_of_json(line) if line.startswith("{") and "Traceback (" in line else line for line in lines]
+
+
+def _of_json(line: str) -> str:
+    """Return the exception of a line of JSON with a traceback; the line itself if it is cut."""
+    with contextlib.suppress(ValueError):
+        told = [each for each in json.loads(line).values() if isinstance(each, str) and "Traceback (" in each]
+        return told[0].strip().splitlines()[-1] if told else line
+    return line
 
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
@@ -130,6 +143,8 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     if all(each.name in _OF_DRIVER for each in sick[:1]):
         sick = [each for each in alive if each.name in _OF_KERNEL] + sick
+    if sick and sick[0].name == "device-error":  # a client of a file server says this as well
+        sick = [] if any(each.cause == "file system" and each.line < sick[0].line for each in spoken) else sick
     warned = [each for each in found if not each.last and not each.secondary]
     warned = [each for each in warned if each in alive] or warned[-1:]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
@@ -167,7 +182,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
     threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
     chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
-    hosts = set(_HOST.findall(log)) if "Traceback" in log else ()
+    hosts = set(_HOST.findall(log)) if "Traceback" in log or "Fatal Python" in log else ()
     for number, line in enumerate(lines):
         if not frames and not more and not any(word in line for word in present):
             continue
@@ -266,7 +281,13 @@ _OF_KERNEL, _OF_DRIVER = ("gpu-lost", "gpu-memory-error", "node-hardware"), ("gp
 """Entries of defects that the kernel names, and of what a program saw of them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged", "write-failed", "checkpoint-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
-_EXPLAINED = (("device-assert", "device-assert"), ("node-hardware", "shared-memory"), ("gpu-start", "exception"))
+_EXPLAINED = (
+    ("device-assert", "device-assert"),
+    ("processes", "processes"),
+    ("hangup", "hangup"),
+    ("node-hardware", "shared-memory"),
+    ("gpu-start", "exception"),
+)
 """Entries of warnings of a kernel, each with the entry of later words that it explains."""
 _DEFECTS = ("UnboundLocalError", "NameError")
 """Exceptions of a program's own mistakes, which no handler is for."""
@@ -303,7 +324,7 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     if one.cause == other.cause in ("node", "file system", "network") or (other.secondary and one.name == "exception"):
         return True
     if chained == "handling":
-        lasting = one.cause in ("node", "file system") and general
+        lasting = one.cause in ("node", "file system") and (general or other.name in _EFFECTS)
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
         return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))

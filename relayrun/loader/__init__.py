@@ -18,7 +18,6 @@ ahead, and `close` ends them. Before a `Loader` is made, pydantic is not importe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -182,9 +181,11 @@ class Loader(Iterator[dict[str, Any]]):
     def megatron_provider(self) -> Callable[[Sequence[int]], tuple[MegatronSamples, None, None]]:
         """Return what `megatron.training.pretrain` takes as `train_valid_test_datasets_provider`: samples by their
         numbers, which Megatron counts and resumes by itself. Only for shards."""
-        from relayrun.loader.torch_batches import provided_samples
+        from relayrun.loader.torch_batches import MegatronSamples
 
-        provider = partial(provided_samples, self)
+        def provider(samples: Sequence[int]) -> tuple[MegatronSamples, None, None]:
+            return MegatronSamples(self, samples[0]), None, None
+
         provider.is_distributed = True  # type: ignore[attr-defined] # every rank calls it
         return provider
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,11 +52,6 @@ class MegatronSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             "loss_mask": torch.zeros_like(mask) if k is None else mask,
             "position_ids": found["position_ids"][0] if "position_ids" in found else torch.arange(len(tokens)),
         }
-
-
-def provided_samples(loader: Loader, samples: Sequence[int]) -> tuple[MegatronSamples, None, None]:
-    """Return the data sets of `Loader.megatron_provider`: Megatron asks for the samples of each."""
-    return MegatronSamples(loader, samples[0]), None, None
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:

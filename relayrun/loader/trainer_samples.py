@@ -43,7 +43,7 @@ class TrainerPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Keeps the state of the samples that were trained on in `trainer_state.json`, not of those fetched ahead."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader, self._steps, self._start = loader, 0, 0
+        self._loader = loader
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Load the state of the checkpoint. Raises ConfigError for arguments with which the samples would be others."""
@@ -59,12 +59,9 @@ class TrainerPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
             if not isinstance(saved, dict):
                 raise ConfigError("the checkpoint has no state of the loader: it was saved without this callback")
             self._loader.load_state_dict(saved["attributes"]["samples"])
-        self._start, self._steps = self._loader.position - state.global_step * size, state.global_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._steps = state.global_step
+        self._trainer, self._start = state, self._loader.position - state.global_step * size
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        position = self._start + self._steps * self._loader.batch_size
+        position = self._start + self._trainer.global_step * self._loader.batch_size
         return {"args": {}, "attributes": {"samples": self._loader.state_dict(position)}}

@@ -308,7 +308,7 @@ def _take_other_lines(launcher: Launcher, header: Mapping[str, tuple[str | None,
         found.row(where, MARK.sub("...", line), "not run", "the chain has signals and clean-up of its own")
     for other in script.found.others:
         line = MARK.sub("...", " ".join(other.words))
-        if other.words[0] == "sbatch":
+        if other.words[0] == "sbatch" or " ".join(other.words[:2]) == "scontrol requeue":
             section(found, "chain")["auto_requeue"] = True
             found.row(other.where, line, "chain.auto_requeue", "a successor behind every job")
             refuse_other_options(other.where, other.words[1:], header, found)

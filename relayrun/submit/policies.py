@@ -26,9 +26,8 @@ from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.train.mirror import object_store, sync
-from relayrun.train.mirror.destination import CopyRateLimit, refuse_place_of_others
-from relayrun.train.mirror.sync import destination_at
+from relayrun.train.mirror import sync
+from relayrun.train.mirror.destination import MirrorDestination, refuse_place_of_others
 
 
 def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
@@ -75,14 +74,9 @@ def mirror_settings(config: CommonConfig) -> MirrorSection | None:
     return None if config.checkpoint_section is None else config.checkpoint_section.mirror
 
 
-def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
-    """Return the folder of the run's copies, or its URL."""
-    return f"{settings.path.rstrip('/')}/{config.project}/{config.name}"
-
-
-def mirror_folder(settings: MirrorSection) -> Path | None:
-    """Return the folder below which copies lie; None if that is a URL."""
-    return None if "://" in settings.path else Path(settings.path)
+def mirror_location(config: CommonConfig, settings: MirrorSection) -> Path:
+    """Return the folder of the run's copies."""
+    return Path(settings.path, config.project, config.name)
 
 
 def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: bool) -> None:
@@ -108,7 +102,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
         )
     saves = config.checkpoint_section
     begins_anew = saves is not None and saves.load is None and run.newest_begun() is None
-    if begins_anew and destination_at(place, CopyRateLimit(None)).copies():
+    if begins_anew and MirrorDestination(place).copies():
         raise ConfigError(
             f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
             where=where,
@@ -120,7 +114,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
 def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
     """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
-    owner = None if settings is None else destination_at(mirror_location(config, settings), CopyRateLimit(None)).owner()
+    owner = None if settings is None else MirrorDestination(mirror_location(config, settings)).owner()
     path = mirror.mirror_folder(run) / "id"
     if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
         return None
@@ -148,7 +142,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
     elif not path.exists():
         write_atomic(path, secrets.token_hex(8))
     MirrorPolicy(
-        folder=mirror_location(config, settings),
+        folder=str(mirror_location(config, settings)),
         id=path.read_text(encoding="ascii"),
         program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
         **settings.model_dump(exclude={"path"}),
@@ -157,10 +151,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
 
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
     """Raise ConfigError if copies cannot lie in this place."""
-    path = mirror_folder(settings)
-    if path is None:
-        object_store.try_object_store_access(settings.path, "checkpoint.mirror.path")
-        return
+    path = Path(settings.path)
     where = f"checkpoint.mirror.path: {path}"
     if not path.is_dir():
         raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")

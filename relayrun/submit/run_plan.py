@@ -14,7 +14,6 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose import determinism
-from relayrun.config.compose.layout_rules import elastic_nodes
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, JobSection, MegatronConfig, RunConfig
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.job_script import sbatch_script_options
@@ -96,7 +95,6 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         signal_seconds=decisions.default_signal_seconds(grace_period) if signal_seconds == "auto" else signal_seconds,
         nodes=job.nodes,
         spare_nodes=job.spare_nodes,
-        elastic_nodes=elastic_nodes(config) if isinstance(config, RunConfig) else [],
         ntasks_per_node=job.ntasks_per_node,
         cpus_per_task=job.cpus_per_task,
         sbatch_options=sbatch_options(job),

@@ -94,9 +94,9 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
     run = Run(Path(config.run_dir or ""))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
-    if (setting := config.outlives_nodes) is not None:
-        words = f"{setting}: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)"
-        hint = f"start the run with `relayrun submit`, or leave {setting} out"
+    if config.job.spare_nodes:
+        words = "job.spare_nodes: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)"
+        hint = "start the run with `relayrun submit`, or leave job.spare_nodes out"
         raise ConfigError(words, where="settings block", hint=hint)
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})

@@ -3,6 +3,7 @@
     stores/    files in a local folder or below a URL
     readers/   files of a data set as texts and rows of a bounded size
     shards/    Megatron's token files: written, listed, merged and checked
+    curate/    duplicates and text of evaluations out of a data set, in stages of jobs
     tokenize/  raw text to shards, in dumps
     shuffle/   a global shuffle of a data set on disk
     order/     the samples of data sets in their order, for every rank

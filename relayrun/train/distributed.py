@@ -32,6 +32,7 @@ from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.agent.authentication import interface_towards
 from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
+from relayrun.files import raise_open_file_limit
 from relayrun.train.messages import RankObjectCollectives, send_no_pickles
 
 T = TypeVar("T")
@@ -251,8 +252,7 @@ def raise_file_limit(rank: int, ranks: int) -> None:
 
     Raises OpenFileLimitTooLow if the hard limit is too low for this number of ranks.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = raise_open_file_limit()
     # one socket to every other rank in the gloo group; rank 0 also has the rendezvous store, with one more to each
     sockets = (ranks - 1) * (1 if rank else 2)
     needed = len(os.listdir("/proc/self/fd")) + sockets

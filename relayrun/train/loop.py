@@ -248,8 +248,7 @@ class TrainingLoop:
                 self.saver.save_at_interval(self.position)
             if self.memory is not None and self.memory.due(at):
                 self.sections.enter("save")
-                usual = self.timings.step_median or 0.0
-                self.saver.stall_seconds += self.memory.save(self.position, step_seconds=usual)
+                self.saver.stall_seconds += self.memory.save(self.position)
             if not self._step():
                 continue
             interval = self.config.training.eval_interval
@@ -317,8 +316,6 @@ class TrainingLoop:
         """Pass the measurements of the iteration to the hooks. `fields`: of `Step`."""
         number, size = gradients.iteration, gradients.global_batch_size
         tokens = size * self.config.training.seq_length
-        if self.memory is not None:
-            self.memory.record_step(seconds, samples=size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())

@@ -25,7 +25,7 @@ from relayrun.control.notify import notices
 from relayrun.control.notify.events import make_notice, write_due_notices
 from relayrun.control.notify.notices import QUIET_SECONDS, Notice
 from relayrun.control.rundir.campaign import campaign_folders, read_membership
-from relayrun.control.rundir.find_runs import find_runs_below
+from relayrun.control.rundir.find_runs import find_runs_below, without_old_runs
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.factory import scheduler_for_plan
@@ -177,7 +177,8 @@ class CronCheck:
         """Ended runs of this user, and the others by name; runs that cannot be read are added to `seen`."""
         ended: list[tuple[Run, Plan]] = []
         living: dict[str, tuple[Run, Plan]] = {}
-        for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
+        runs = find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH)
+        for run in without_old_runs(runs, now=self._now):
             try:
                 plan = Plan.load(run) if run.path.stat().st_uid == os.geteuid() else None
                 if plan is None or plan.owner != os.geteuid():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import resource
 import socket
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from relayrun.control.rundir.merged_metrics import newest_valid_lines
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, user_name
+from relayrun.files import raise_open_file_limit
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.facts import read_run_facts
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
@@ -110,8 +110,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
     """Answer requests with this key on the loopback interface, until Ctrl-C. Other users may open connections to it."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_open_file_limit()
     registry = CollectorRegistry()
     registry.register(RunsCollector(runs))
     answer: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)

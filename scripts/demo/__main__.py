@@ -42,8 +42,8 @@ from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
-from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptsAndLosses
+from relayrun.watch.report import report_data, terminal_report
+from relayrun.watch.report.report_data import RunReportData
 from scripts.demo import stories
 
 PROMPT_WORDS = 12
@@ -224,9 +224,9 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
 
     From the newest attempt: the next one takes as long for everything besides steps (start, evaluation, saves).
     """
-    rows = terminal_report.read_attempts_report(run).attempts if run.attempt_numbers() else []
+    rows = report_data.read_report_data(run).attempts if run.attempt_numbers() else []
     attempts = [row for row in rows if row.seconds is not None]
-    trained = [row for row in attempts if row.trained]
+    trained = [row for row in attempts if row.steps is not None]
     if not trained:
         took = sum(row.seconds or 0.0 for row in attempts) or 60.0
         return took, took
@@ -238,24 +238,23 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
     return besides + step * JOB_SHARE * left, besides if grace is None else grace
 
 
-def attempts_chart(summary: AttemptsAndLosses) -> str:
+def attempts_chart(summary: RunReportData) -> str:
     """Return the iterations of each attempt as bars, one per line."""
-    last = max((row.last_iteration for row in summary.attempts), default=0) or 1
+    trained = [(row, *row.steps) for row in summary.attempts if row.steps is not None]
     lines = []
-    for row in summary.attempts:
-        if row.trained:
-            begin, end = (round(CHART_WIDTH * at / last) for at in (row.first_iteration - 1, row.last_iteration))
-            bar = " " * begin + "█" * max(1, end - begin)
-            why = row.reason.partition(";")[0]
-            lines.append(f"  job {row.number}  {bar:{CHART_WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
+    for row, first, last in trained:
+        begin, end = (round(CHART_WIDTH * at / trained[-1][2]) for at in (first - 1, last))
+        bar = " " * begin + "█" * max(1, end - begin)
+        why = row.reason.partition(";")[0]
+        lines.append(f"  job {row.number}  {bar:{CHART_WIDTH}}  {first}-{last}: {why}")
     return "\n".join(lines)
 
 
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print the results; return 1 if the model has not learned."""
-    summary = terminal_report.read_attempts_report(run)
+    summary = report_data.read_report_data(run)
     terminal_report.attempts_table(summary).print()
-    if not summary.validation.get("heldout"):
+    if "heldout" not in summary.validation:
         hint = f"relayrun status {run.path} says why"
         raise RelayrunError("the training ended before its last iteration", where=run.path, hint=hint)
     picture = run.path / "loss.png"
@@ -272,7 +271,8 @@ def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
         print(f"{what:14} {path}")
     print(terminal_report.terminal_curve(summary))
     print("The relay: each job went on from the checkpoint of the one before.\n" + attempts_chart(summary))
-    iteration, loss = summary.validation["heldout"][-1]
+    held_out = summary.validation["heldout"]
+    iteration, loss = int(held_out.x[-1]), float(held_out.y[-1])
     entropy = unigram_entropy(config, run, "heldout")
     learned = loss <= entropy - MARGIN
     print(

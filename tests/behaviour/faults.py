@@ -230,10 +230,10 @@ FAULTS = (
     Fault(
         name="a rollback delays the next copy in memory",
         room="checkpoint",
-        function="MemoryCopySchedule.due",
-        old="self._last = min(self._last, iteration)",
-        new="self._last = max(self._last, iteration)",
-        tests=("test_a_fixed_interval_has_its_multiples_copied",),
+        function="MemoryTier.due",
+        old="self._newest = min(self._newest, iteration)",
+        new="self._newest = max(self._newest, iteration)",
+        tests=("test_multiples_of_the_interval_are_copied_and_those_after_a_rollback_again",),
     ),
     Fault(
         name="an attempt that was overtaken publishes",

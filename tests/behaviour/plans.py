@@ -178,7 +178,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "cluster": SLURM,
         "chain": {"recovery": "node", "node_health": "exclude"},
         "job": {"nodes": 2, "spare_nodes": 1},
-        "training": {"elastic": True},
     },
     "container": {
         "cluster": SLURM

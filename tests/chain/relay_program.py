@@ -37,6 +37,7 @@ parser.add_argument("--repeats-on", type=int, default=-1, help="this rank has an
 parser.add_argument("--start-seconds", type=float, default=0.0, help="before the first step; leaves started.json")
 parser.add_argument("--killed", type=int, default=-1, help="SIGKILL this rank; the others say that they noticed")
 parser.add_argument("--save-seconds", type=float, default=0.0)
+parser.add_argument("--save-every", type=int, default=0, help="iterations between checkpoints; 0: only when it leaves")
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
 options = parser.parse_args()
@@ -58,20 +59,25 @@ stacks = open(run.stacks(options.attempt) / f"rank-{rank:04}.txt", "w")  # noqa:
 faulthandler.register(signal.SIGUSR1, file=stacks)
 
 
+def save() -> None:
+    path = run.checkpoint(iteration)
+    if path.exists() or iteration == begin.base_iteration:
+        return
+    time.sleep(options.save_seconds)
+    path.mkdir(parents=True, exist_ok=True)
+    commit = CheckpointCommit(
+        iteration=iteration,
+        path=str(path),
+        consumed_samples=iteration,
+        time=time.time(),
+        seconds=options.save_seconds,
+    )
+    attempt.append_commit(commit)
+
+
 def leave(outcome: str, reason: str) -> None:
     if rank == 0:
-        path = run.checkpoint(iteration)
-        if iteration > begin.base_iteration:
-            time.sleep(options.save_seconds)
-            path.mkdir(parents=True, exist_ok=True)
-            commit = CheckpointCommit(
-                iteration=iteration,
-                path=str(path),
-                consumed_samples=iteration,
-                time=time.time(),
-                seconds=options.save_seconds,
-            )
-            attempt.append_commit(commit)
+        save()
         AttemptOutcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
 
@@ -148,3 +154,5 @@ while True:
         Heartbeat(node="n", iteration=iteration, phase="step", time=time.time(), step_p95=None, save_p95=None).write(
             attempt.heartbeats / "n.json"
         )
+        if options.save_every and iteration % options.save_every == 0:
+            save()

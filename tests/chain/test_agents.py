@@ -187,27 +187,6 @@ def test_a_spare_node_goes_on_where_another_one_was_lost(make_run: MakeRun) -> N
     assert not list(steps.orphans.iterdir())
 
 
-def test_fewer_nodes_go_on_where_no_spare_one_is_left(make_run: MakeRun) -> None:
-    """Four nodes lose one: two may train, the third waits; it takes the place of the next one that is lost."""
-    steps = Steps(make_run, "1:0:7:told", "2:0:12:told", "3:0:17:told", nodes=4, spare=0, elastic_nodes=[2])
-    steps.wait_for(1, 7, ranks=4)
-    os.kill(steps.agent(1), signal.SIGKILL)
-    steps.wait_for(2, 12)
-    os.kill(steps.agent(0), signal.SIGKILL)
-    steps.wait_for(3, 17)
-    os.kill(steps.agent(2), signal.SIGKILL)
-    assert steps.starter.wait(300) != 0, steps.log()
-    first, second, third = restarts.read_failed_restarts(steps.attempt)
-    assert (first.lost, first.nodes, first.again) == ({"n1": ""}, 2, True)
-    assert (
-        "n1: its agent is gone, at iteration 7; 2 nodes go on without spare ones; again from iteration 5" in first.told
-    )
-    assert (second.lost, second.nodes, second.again) == ({"n0": "n3"}, 0, True)
-    assert (third.lost, third.nodes, third.again, third.reason) == ({"n2": ""}, 0, False, "too few nodes are left")
-    assert [steps.started(rank) for rank in range(2)] == [[(1, 0), (2, 5), (3, 10)]] * 2
-    assert [steps.started(rank) for rank in (2, 3)] == [[(1, 0)]] * 2
-
-
 @pytest.mark.long
 def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job(make_run: MakeRun) -> None:
     steps = Steps(make_run, "0:0:7:told")

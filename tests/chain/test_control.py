@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from relayrun import cli
-from relayrun.control.chain import jobs, stop_requests
+from relayrun.cli.run import stop
+from relayrun.control.chain import jobs
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason
@@ -60,7 +61,7 @@ def test_a_job_that_starts_in_spite_of_a_stop_ends_at_once(make_run: MakeRun) ->
     """Between the look at the queue and the cancel a job may start: it finds STOP or the trigger."""
     run, plan = make_run()
     scheduler = LocalScheduler(run)
-    stop_requests.request_stop(run, scheduler, user="ann")
+    stop.request_stop(run, scheduler, user="ann")
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(lambda _event: None)
     assert run.attempt_numbers() == []
@@ -77,8 +78,8 @@ def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
 
     def steer_it() -> None:
         wait_for(run.attempt(1).metrics.exists)
-        words.append(stop_requests.request_save(run, scheduler))
-        words.append(stop_requests.request_stop(run, scheduler, user="ann"))
+        words.append(stop.request_save(run, scheduler))
+        words.append(stop.request_stop(run, scheduler, user="ann"))
 
     thread = threading.Thread(target=steer_it)
     thread.start()
@@ -98,10 +99,10 @@ def test_save_is_refused_where_no_job_will_do_it(make_run: MakeRun) -> None:
     run, plan = make_run()
     scheduler = LocalScheduler(run)
     with pytest.raises(RunDirError, match="no job of this run is running or queued"):
-        stop_requests.request_save(run, scheduler)
+        stop.request_save(run, scheduler)
     assert list(run.triggers.iterdir()) == []
     scheduler.submit(plan, run.job_script, options={})
-    assert stop_requests.request_save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
+    assert stop.request_save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
     assert (run.triggers / "save").exists()
 
 
@@ -324,7 +325,7 @@ def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
 
     for name in ("jobs.stop_reason", "jobs.write_stop", "jobs.Lineage"):
         monkeypatch.setattr(f"relayrun.control.chain.{name}", away)
-    monkeypatch.setattr("relayrun.control.chain.stop_requests.read_stop", away)
+    monkeypatch.setattr("relayrun.cli.run.stop.read_stop", away)
     assert cli.main([verb, str(run.path)]) == 0
     assert states(slurm) == ["CANCELLED" if verb == "cancel" else "RUNNING", "CANCELLED", "CANCELLED"]
     assert f"could not be written ({os.strerror(number)}, in {run.path})" in capsys.readouterr().out

@@ -20,10 +20,6 @@ def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now + seconds)
 
 
-def elastic(nodes: Nodes, *smaller: int) -> None:
-    nodes.coordinator._places._elastic = smaller
-
-
 def begun_without_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """Two of three nodes train, of which one was to be a spare one: the first has not come within a minute."""
     nodes = Nodes(folder, spare=1)
@@ -103,21 +99,6 @@ def test_nodes_that_are_lost_before_the_first_round_are_on_record(tmp_path: Path
     assert nodes.coordinator.code == 1
     (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.culprit, failed.lost) == ("n1: the step of its agent ended with exit code 1", {"n1": ""})
-
-
-def test_an_elastic_run_begins_with_fewer_nodes_when_the_rest_do_not_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = Nodes(tmp_path, spare=0)
-    elastic(nodes, 1)
-    nodes.hello(1)
-    later(monkeypatch, 100)
-    nodes.coordinator.look()
-    assert nodes.all[1].sent == []
-    later(monkeypatch, 301)
-    nodes.coordinator.look()
-    assert nodes.places() == [None, 0]
-    assert not nodes.coordinator.expects(0)
 
 
 def test_a_node_whose_ranks_do_not_end_is_given_up(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

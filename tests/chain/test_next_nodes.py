@@ -233,17 +233,6 @@ def test_a_bad_node_is_left_out_before_a_spare_one_is_waited_for(stage: Stage) -
     assert waiting_job(stage)["exclude"] == "n1"
 
 
-@pytest.mark.parametrize(("down", "nodes"), [(["n0"], "2-4"), (["n0", "n1", "n2"], "1-4"), (list(NODES), "4")])
-def test_with_elastic_nodes_the_next_job_has_as_many_as_are_up(
-    stage: Stage,  # noqa: F811
-    down: list[str],
-    nodes: str,
-) -> None:
-    outliving(stage, nodes=4, elastic_nodes=(2, 1))
-    stage.slurm.down = set(down)
-    assert asked_for(stage) == nodes
-
-
 @pytest.mark.parametrize("left", ["4", "3", "1"])
 def test_a_job_that_queues_itself_again_does_without_the_lost_spare_node(stage: Stage, left: str) -> None:  # noqa: F811
     """Whatever Slurm says that it has left: nodes that have failed, or are done with it already, are gone from it."""
@@ -366,7 +355,7 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
 
 
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
-    plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6, elastic_nodes=(2, 1))
+    plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6)
     asked = {
         given: excluded_nodes._without_reduced_nodes(plan, {"nodes": given, "time": "5"})
         for given in ("5", "2", "5-6", "8")

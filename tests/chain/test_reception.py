@@ -183,6 +183,17 @@ def test_an_agent_that_says_what_nobody_understands_loses_its_node_and_no_more(
     desk.close()
 
 
+def test_a_connection_beyond_few_open_files_raises_their_limit(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(connections, "raise_open_file_limit", lambda: raised.append(1))
+    desk.agent(0)
+    assert not raised
+    monkeypatch.setattr(connections, "FEW_FILES", 1)
+    desk.agent(1)
+    assert raised
+    desk.close()
+
+
 @pytest.mark.parametrize("words", [b"[" * 100_000 + b"\n", b"1" * 5000 + b"\n", b"\xff\n", b"{}\n", b"7\n"])
 def test_words_that_are_no_message_end_their_connection_alone(desk: Desk, words: bytes) -> None:
     stranger, agent = desk.connect(), desk.agent(1)

@@ -1,36 +1,25 @@
-"""The scripts of `relayrun completion`, in a real Bash."""
+"""Completion by argcomplete, as shells ask for it."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
+import os
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import pytest
 
 from relayrun import cli, places
 
+PROGRAM = Path(sys.executable).with_name("relayrun")
 TYPED = """
-set -u
-source "$1"
-cd "$2"
-shift 2
-COMP_WORDS=(relayrun "$@")
-COMP_CWORD=$#
-compopt() { printf '%s\n' "$*"; }
-_relayrun
-for word in "${COMPREPLY[@]}"; do printf '%s\n' "${word}"; done
+eval "$("$1" --shell bash relayrun)"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_TYPE=9 COMP_WORDBREAKS=$' \\t\\n"=:'
+complete -p relayrun
+function=$(complete -p relayrun | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+"${function}" relayrun
+printf '%s\\n' "${COMPREPLY[@]}"
 """
-
-
-@pytest.fixture(scope="module")
-def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("completion") / "relayrun.bash"
-    with path.open("w") as file, contextlib.redirect_stdout(file):
-        assert cli.main(["completion", "bash"]) == 0
-    return path
 
 
 @pytest.fixture
@@ -45,64 +34,51 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def typed(bash: Path, folder: Path, *words: str) -> list[str]:
-    """Return the candidates of Bash for the last of the words behind `relayrun`."""
-    done = subprocess.run(
-        ["bash", "-c", TYPED, "bash", bash, folder, *words], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+def typed(folder: Path, words: str) -> list[str]:
+    """Return the candidates for the last word behind `relayrun`."""
+    answer, line = folder / ".answer", f"relayrun {words}"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    done = subprocess.run([PROGRAM], env=os.environ | asked, cwd=folder, capture_output=True, check=True, timeout=100)
+    assert done.stdout == b""
+    return answer.read_text().split()
 
 
-def test_commands_and_their_options(bash: Path, project: Path) -> None:
-    assert typed(bash, project, "stat") == ["status"]
-    assert set(cli.COMMANDS) <= set(typed(bash, project, ""))
-    assert typed(bash, project, "dumps", "pre") == ["prepare"]
-    assert typed(bash, project, "submit", "--dr") == ["--dry-run"]
-    assert "--filter-in" in typed(bash, project, "dumps", "prepare", "--")
-    assert typed(bash, project, "completion", "") == ["bash"]
+def test_commands_and_their_options(project: Path) -> None:
+    assert typed(project, "stat") == ["status"]
+    assert set(cli.COMMANDS) <= set(typed(project, ""))
+    assert typed(project, "dumps pre") == ["prepare"]
+    assert typed(project, "submit --dr") == ["--dry-run"]
 
 
-def test_runs_of_the_project_from_any_folder_in_it(bash: Path, project: Path) -> None:
+def test_runs_of_the_project_from_any_folder_in_it(project: Path) -> None:
     for folder in (project, project / "configs/runs"):
-        assert typed(bash, folder, "status", "") == ["mine/first", "mine/second", "other/third"]
-    assert typed(bash, project, "status", "-f", "mi") == ["mine/first", "mine/second"]
-    assert typed(bash, project, "submit", "--load", "oth") == ["other/third"]
-    assert typed(bash, project, "diff", "mine/first", "mine/s") == ["mine/second"]
+        assert typed(folder, "status ") == ["mine/first", "mine/second", "other/third"]
+    assert typed(project, "submit --load oth") == ["other/third"]
+    assert typed(project, "diff mine/first mine/s") == ["mine/second"]
 
 
-def test_configs_and_folders_that_lead_to_them(bash: Path, project: Path) -> None:
-    assert typed(bash, project, "submit", "conf") == ["-o nospace", "configs/"]
-    assert typed(bash, project, "submit", "configs/runs/") == ["configs/runs/a.yaml"]
-    assert typed(bash, project, "submit", "--dry-run", "configs/runs/a") == ["configs/runs/a.yaml"]
+def test_configs_and_folders_that_lead_to_them(project: Path) -> None:
+    assert typed(project, "submit conf") == ["configs/"]
+    assert typed(project, "submit --dry-run configs/runs/") == ["configs/runs/a.yaml"]
 
 
-def test_names_of_settings(bash: Path, project: Path) -> None:
-    assert typed(bash, project, "submit", "x.yaml", "--set", "training.global_b") == [
-        "-o nospace",
-        "training.global_batch_size=",
-    ]
-    assert typed(bash, project, "explain", "training.global_b") == ["training.global_batch_size"]
-    # Bash parts what was typed at the =
-    assert typed(bash, project, "submit", "--set", "training.steps", "=", "4") == []
-    assert typed(bash, project, "submit", "--set", "a.b", "=", "4", "conf") == ["-o nospace", "configs/"]
+def test_names_of_settings(project: Path) -> None:
+    assert typed(project, "submit x.yaml --set training.global_b") == ["training.global_batch_size="]
+    assert typed(project, "explain training.global_b") == ["training.global_batch_size"]
 
 
-def test_other_files_are_left_to_bash(bash: Path, project: Path) -> None:
-    assert typed(bash, project, "dumps", "size", "conf") == []
+def test_other_files_are_left_to_the_shell(project: Path) -> None:
+    assert typed(project, "dumps size conf") == []
 
 
-def test_an_answer_starts_no_python(bash: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = project / "bin"
-    tools.mkdir()
-    for name in ("bash", "grep", "sed", "tr"):
-        (tools / name).symlink_to(str(shutil.which(name)))
-    monkeypatch.setenv("PATH", str(tools))
-    assert typed(bash, project, "status", "mine/f") == ["mine/first"]
+def test_a_bash_that_calls_the_functions_of_argcomplete(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{PROGRAM.parent}:{os.environ['PATH']}")
+    command = ["bash", "-c", TYPED, "bash", PROGRAM.with_name("register-python-argcomplete"), "relayrun status mine/f"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.splitlines()[-1].strip() == "mine/first", done.stderr
 
 
-@pytest.mark.alone
-def test_an_answer_takes_less_than_a_fifth_of_a_second(bash: Path, project: Path) -> None:
-    started = time.monotonic()
-    typed(bash, project, "submit", "x.yaml", "--set", "training.")
-    assert time.monotonic() - started < 0.2
+def test_no_other_call_loads_argcomplete() -> None:
+    code = "import sys, relayrun.cli; relayrun.cli.parse(['status']); sys.exit('argcomplete' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

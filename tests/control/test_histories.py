@@ -34,6 +34,7 @@ BROKE_ONCE = {
     414: "the same, after the loss of a node",
     1020: "a person cancelled while the disk took no record, and the chain trained on",
     1055: "the same, by the successor",
+    1795818391: "Slurm never answered when the fallback job was to be queued, and the next script died in begin",
     1795765975: "a limit kept every successor out of the queue, a kill ended the script, and status had no reason",
 }
 

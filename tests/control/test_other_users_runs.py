@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import jobs, stop_requests
+from relayrun.cli.run import stop
+from relayrun.control.chain import jobs
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, is_stopped
@@ -53,7 +54,7 @@ def test_a_plan_that_names_the_jobs_of_this_user_ends_none(theirs: Run, state: s
     scheduler: Scheduler = queue  # type: ignore[assignment]
     with pytest.raises(RunDirError, match="you may not write here"):
         jobs.cancel_chain(theirs, scheduler, user="me")
-    stop_requests.request_stop(theirs, scheduler, user="me")
+    stop.request_stop(theirs, scheduler, user="me")
     assert triggers.is_trigger_touched(theirs, "exit")
     assert queue.orders == []
     assert not is_stopped(theirs)
@@ -68,7 +69,7 @@ def test_no_job_is_ended_either_where_the_trigger_cannot_be_made(theirs: Run, mo
 
     monkeypatch.setattr(triggers, "touch_trigger", full)
     with pytest.raises(OSError, match="No space"):
-        stop_requests.request_stop(theirs, scheduler, user="me")
+        stop.request_stop(theirs, scheduler, user="me")
     assert queue.orders == []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import CommandConfig
 from relayrun.control.agent.restart import restart_ranks_exited_line
 from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart
 from tests.config.test_trainer_configs import COMMAND, written
@@ -34,11 +35,16 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
 
 def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/recovery-of-other-trainers.md").read_text(encoding="utf-8")
-    (part,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    part, spare = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
     config = written(tmp_path, COMMAND)
     (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
     made = resolve.load_run_config(tmp_path / "whole.yaml")
     assert (made.trainer, made.chain.recovery) == ("command", "node")
+    torchrun = ROOT / "examples/command/ddp.yaml"
+    (tmp_path / "spare.yaml").write_text(f"include: ['{torchrun}']\ncluster: generic\n{spare}", encoding="utf-8")
+    made = resolve.load_run_config(tmp_path / "spare.yaml")
+    assert isinstance(made, CommandConfig)
+    assert (made.world_size, made.job.spare_nodes, made.command.leave_signal) == (4, 1, None)
     assert restart_ranks_exited_line(4) in page
 
 

@@ -89,42 +89,8 @@ def test_another_trainer_has_a_server_that_starts_its_command(tmp_path: Path) ->
     assert command == [sys.executable, "-P", "-m", "relayrun.control.agent", *where, "--attempt=2"]
 
 
-ELASTIC: dict[str, Any] = {
-    "cluster": {"scheduler": "slurm"},
-    "job": {"nodes": 5, "ntasks_per_node": 4},
-    "parallel": {"tensor_model_parallel_size": 2},
-    "training": {"elastic": True, "global_batch_size": 80, "micro_batch_size": 1},
-}
-
-
-def test_an_elastic_run_knows_with_how_many_nodes_it_may_go_on(tmp_path: Path) -> None:
-    """Five nodes have two replicas each: eight, four and two replicas divide 80 samples, six do not."""
-    plan = plan_of(tmp_path, chain=NODE, **ELASTIC)
-    assert plan.elastic_nodes == [4, 2, 1]
-    assert plan.outlives_nodes
-    assert "\n#SBATCH --no-kill\n" in job_script.job_script(plan, Run(tmp_path / "run"))
-    by_stages = ELASTIC | {"training": ELASTIC["training"] | {"rampup_batch_size": [[40, 400]]}}
-    assert plan_of(tmp_path / "ramp", chain=NODE, **by_stages).elastic_nodes == [4, 2, 1]
-    more = ELASTIC["training"] | {"global_batch_size": 20 * 60}
-    assert plan_of(tmp_path / "more", chain=NODE, **(ELASTIC | {"training": more})).elastic_nodes == [4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"chain": {"recovery": "job"}}, "training.elastic: the ranks of the nodes that are left go on inside the job"),
-        ({"job": {"nodes": 1}}, "on fewer nodes than job.nodes 1 this config is refused"),
-        ({"cluster": {"scheduler": "local"}}, "training.elastic: scheduler local has one machine"),
-    ],
-)
-def test_what_cannot_be_elastic_is_refused(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
-    path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | ELASTIC | sections))
-    with pytest.raises(ConfigError) as refused:
-        resolve.load_run_config(path)
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize(("has", "train"), [(5, 4), (4, 4), (3, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("has", "train"), [(5, 4), (4, 4), (3, 3)])
 def test_of_a_job_with_fewer_nodes_those_train_that_a_round_has_places_for(has: int, train: int) -> None:
-    plan = Mock(outlives_nodes=True, nodes=4, elastic_nodes=[2, 1])
-    assert Plan.training_nodes(plan, has) == train == NodeRanks(4, spare=has - 4, elastic=[2, 1]).fitting(has)
+    plan = Mock(outlives_nodes=True, nodes=4)
+    assert Plan.training_nodes(plan, has) == train
+    assert NodeRanks(4, spare=1).fitting(has) == (4 if has >= 4 else 0)

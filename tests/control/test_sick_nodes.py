@@ -97,7 +97,7 @@ def test_what_all_nodes_have_leaves_nobody_out(tmp_path: Path) -> None:
 def test_a_node_that_falls_ill_is_left_out_of_the_next_restart(three: Looked) -> None:
     begin(three)
     three.dead(0, 1, code=-9)
-    assert [order["kind"] for order in three.all[1].sent[-6:]] == ["clock"] * 5 + ["end"]
+    assert [order["kind"] for order in three.all[1].sent[-6:]] == ["end"] + ["clock"] * 5
     three.facts = WELL
     three.end(0, 2)
     three.facts = BROKEN

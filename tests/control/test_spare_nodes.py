@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from relayrun.control.agent import coordinator as module
-from relayrun.control.agent import hang_detection, job_nodes
+from relayrun.control.agent import hang_detection, job_nodes, requests
 from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.agent.hang_detection import RankActivity
 from relayrun.control.agent.job_nodes import SILENT_BEATS
@@ -42,8 +42,8 @@ class Link:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last message but for those that come each second."""
-        return [sent for sent in self.sent if sent["kind"] != "requests"][-1]
+        """The last message but for those that come each second, and questions for the time."""
+        return [sent for sent in self.sent if sent["kind"] not in ("requests", "clock")][-1]
 
 
 class Nodes:
@@ -122,6 +122,7 @@ def one(tmp_path: Path) -> Nodes:
 
 def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detection, "STACKS_SECONDS", 0.0)
+    monkeypatch.setattr(requests, "LOOK_SECONDS", 0.0)
 
     def stand(node: int, ranks: Sequence[int], **changes: Any) -> None:
         usual = {"entered": 9, "section": "forward", "iteration": 7, "seconds": 61.0, "limit": 60.0, "state": ""}

@@ -11,8 +11,6 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
-from relayrun.config.compose.layout_rules import elastic_nodes
-from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
@@ -39,14 +37,6 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
     config = resolve.load_run_config(tmp_path / "whole.yaml")
     assert (config.job.nodes, config.job.spare_nodes) == (4, 1)
-
-
-def test_with_fewer_nodes_the_config_of_the_page_goes_on_as_it_says(tmp_path: Path) -> None:
-    path = Workspace.make(tmp_path).config("run", cluster=SLURM, job={"ntasks_per_node": 1})
-    (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml', 1)}", encoding="utf-8")
-    config = resolve.load_run_config(tmp_path / "whole.yaml")
-    assert isinstance(config, RunConfig)
-    assert elastic_nodes(config) == [4, 3, 2, 1]
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     workspace = Workspace.make(tmp_path / "made")
     (tmp_path / "data/tokens/my-tokenizer").mkdir(parents=True)
     held_out = Workspace.make(tmp_path / "held-out", seed=2).folder / "data"
-    shutil.move(held_out, tmp_path / "data/tokens/my-tokenizer/my-held-out")
+    shutil.move(held_out, tmp_path / "data/tokens/my-tokenizer/heldout")
     shutil.move(workspace.folder / "data", tmp_path / "data/my-mixture")
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
     environment = {"PATH": path_with_relayrun(), "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
@@ -92,8 +92,8 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     assert [line["lr"] for line in first[:14]] == pytest.approx([3e-3 * step / 14 for step in range(14)])
     evaluated = [line for line in lines("my-run") if "validation" in line]
     assert [(line["iteration"], set(line["validation"])) for line in evaluated] == [
-        (20, {"held-out"}),
-        (40, {"held-out"}),
+        (20, {"heldout"}),
+        (40, {"heldout"}),
     ]
 
     branch = [line for line in lines("my-run-annealed") if "loss" in line]

@@ -20,6 +20,7 @@ from typing import Any
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import InputError, SchedulerError
 from relayrun.lab.faults import experiment, processes, table
 from relayrun.lab.faults.experiment import FaultResult, FaultTools
@@ -115,6 +116,11 @@ class ControlledTarget(ClusterUnderTest):
     def wait_begin(self) -> None:
         if not self.before_begin:
             super().wait_begin()
+
+    def _job(self, job_id: str) -> Job:
+        job = self.slurm.query(job_id)
+        assert job is not None
+        return job
 
     def kill_node(self) -> None:
         """Stop the daemon of the node that rank 1 runs on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,15 +13,18 @@ from typing import Any
 
 import pytest
 
+from relayrun import places
+from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
 from relayrun.lab.compare_runs import AttemptValues, first_difference
-from relayrun.lab.gpucheck import check, report
+from relayrun.lab.gpucheck import check, performance, report, runs
 from relayrun.lab.gpucheck.check import PARTS, CheckPart
-from relayrun.lab.gpucheck.performance import affordable_sizes
+from relayrun.lab.gpucheck.performance import affordable_layers, estimated_micro_batch
 from relayrun.lab.gpucheck.resume import attempt_values
-from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures, check_sizes
+from relayrun.train.model.size import memory_bytes
 from tests.waiting import wait_for
 
 PLANTED = "tests.gpucheck.planted"
@@ -107,11 +109,6 @@ def test_an_interrupted_check_has_the_rows_that_were_measured(tmp_path: Path) ->
     ]
 
 
-def test_only_processes_of_the_part_are_ended() -> None:
-    assert check.PROCESS_MARK not in os.environ
-    check.kill_marked_processes("0123456789abcdef")  # which nobody has: this one goes on
-
-
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="this folder holds other things than a check"):
@@ -185,13 +182,12 @@ def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: s
 
 def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_right(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notes, attempt = tmp_path / NOTES_FOLDER, run.attempt(1)
-    notes.mkdir()
+    attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     for iteration, loss, digest in ((1, 5.5, "a"), (2, 5.25, "b"), (2, 5.0, "c")):
         append_line(attempt.metrics, {"iteration": iteration, "loss": loss, "grad_norm": 1.0})
         note = {"attempt": 1, "kind": "state", "iteration": iteration, "ranks": [digest]}
-        append_line(notes / "digest.jsonl", note)
+        append_line(tmp_path / DIGESTS_FILE, note)
     assert attempt_values(run, 1).twice == [
         "loss of iteration 2, when it was computed again",
         "optimizer state of iteration 2, when it was computed again",
@@ -206,12 +202,44 @@ def test_a_loss_that_is_no_number_is_never_equal() -> None:
 def test_a_small_disk_gets_a_model_of_fewer_layers(tmp_path: Path) -> None:
     h200 = CheckSetup(folder=str(tmp_path), tiny=False, gpus=1)
     whole = 14 * 1_235_814_400
-    assert affordable_sizes(h200, 8e9, 100 * 10**9) == (16, 3)
-    assert affordable_sizes(h200, 4e9, 100 * 10**9) == (16, 2)  # the disk is slow: a save less
-    assert affordable_sizes(h200, 8e9, int(2.2 * whole)) == (8, 2)
-    assert affordable_sizes(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
+    assert affordable_layers(h200, 8e9, 100 * 10**9) == 16
+    assert affordable_layers(h200, 4e9, 100 * 10**9) == 8  # the disk is slow
+    assert affordable_layers(h200, 8e9, int(2.2 * whole)) == 8
+    assert affordable_layers(h200, 1e6, 100 * 10**9) == 1  # however slow
     with pytest.raises(CheckFailed, match="bytes free; two checkpoints of one layer have"):
-        affordable_sizes(h200, 2e9, 10**9)
+        affordable_layers(h200, 2e9, 10**9)
+
+
+def test_the_micro_batch_is_the_largest_that_fits_by_the_estimate() -> None:
+    overrides = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096"]
+    config = resolve.require_native(
+        resolve.load_run_config(places.shared_file("configs/runs/llama3-1b.yaml"), overrides)
+    )
+    memory, vocabulary = 150_000_000_000, check_sizes(tiny=False).vocabulary
+
+    def estimate(micro_batch: int) -> float:
+        training = config.training.model_copy(update={"micro_batch_size": micro_batch})
+        return memory_bytes(config.model_copy(update={"training": training}), vocabulary).total
+
+    found = estimated_micro_batch(config, vocabulary, memory)
+    assert estimate(found) <= 0.9 * memory < estimate(2 * found)
+    assert estimated_micro_batch(config, vocabulary, None) == 1
+    assert estimated_micro_batch(config, vocabulary, 10**9) == 1
+
+
+def test_a_run_that_needs_more_than_the_estimate_trains_with_half_the_batch(tmp_path: Path, monkeypatch: Any) -> None:
+    asked = []
+
+    def train_until(setup: CheckSetup, name: str, sections: Any, *, steps: int) -> Run:
+        asked.append(sections["training"]["micro_batch_size"])
+        raise CheckFailed("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(runs, "train_until", train_until)
+    monkeypatch.setattr(performance, "estimated_micro_batch", lambda *given: 4)
+    setup = CheckSetup(folder=str(tmp_path), tiny=True)
+    with pytest.raises(CheckFailed, match="ALLOC_FAILED"):
+        performance.measure_speed(setup, PartFigures(tmp_path / "figures.json"))
+    assert asked == [4, 2, 1]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)

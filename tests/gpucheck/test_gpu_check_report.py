@@ -36,7 +36,7 @@ TRAINING = {
     "tokens_per_second_per_gpu": 60_000.0,
     "tokens_per_second": 60_000.0,
 }
-SAVE = {"stall_seconds": 0.5, "lost_seconds": 0.7, "durable_after_seconds": 12.0}
+SAVE = {"stall_seconds": 0.5, "durable_after_seconds": 12.0}
 PARTS: dict[str, dict[str, Any]] = {
     "resume": {
         "resumed": {cut: resumed() for cut in CUTS},

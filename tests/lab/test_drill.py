@@ -139,8 +139,9 @@ class Quiet:
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled")
     assert found.pending_tests() == [UNDISTURBED.name, "rank-killed", "cancelled"]
-    assert found.cost(found.pending_tests()).jobs == 1 + 2 + 1
-    assert found.cost(found.pending_tests()).most_node_minutes == 4 * 2 * 10
+    cost = found.cost(found.pending_tests())
+    assert f": {1 + 2 + 1} jobs, " in cost
+    assert f"(at most {4 * 2 * 10})" in cost
     put(found, done(UNDISTURBED.name), done("rank-killed", passed=False, wrong=["no"]))
     assert found.pending_tests() == ["cancelled"]
     with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
@@ -157,13 +158,11 @@ def test_the_page_says_what_failed_and_what_is_not_done(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled")
     bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
     put(found, done(UNDISTURBED.name), bad)
-    text, html = session.markdown_report(found), session.html_report(found)
+    text = session.markdown_report(found)
     assert "drill on test: 0 of 1 faults passed" in text
     assert "| rank-killed | w | – | 0 | 5 | NO | FAILED |" in text
     assert "a \\| &lt;b>worse&lt;/b> end" in text
     assert "Not done yet: cancelled." in text
-    assert "<b>worse" not in html
-    assert "default-src &#x27;none&#x27;" in html
     values = session.session_as_json(found)
     assert json.loads(json.dumps(values)) == values
     assert (values["passed"], values["not_done"]) == (False, ["cancelled"])

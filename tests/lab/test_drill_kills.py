@@ -237,7 +237,7 @@ SHOWN = KillReport(
     failed=[FAILED, LOST],
     tensors=50,
     faults={"losses": [], "weights": [], "samples": []},
-    memory_intervals=[3],
+    memory_interval=3,
 )
 
 

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,8 +16,9 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.terminal import format_table
-from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptRow, AttemptsAndLosses, attempts_table
+from relayrun.watch.report import report_data
+from relayrun.watch.report.report_data import AttemptRow, RunReportData
+from relayrun.watch.report.terminal_report import attempts_table
 from scripts.demo import __main__ as demo
 
 PAGE = (ROOT / "docs/explanation/chain.md").read_text(encoding="utf-8")
@@ -45,8 +48,7 @@ def rows() -> list[AttemptRow]:
                     number=int(attempt),
                     cause=cause,
                     reason=why,
-                    first_iteration=int(first),
-                    last_iteration=int(last),
+                    steps=(int(first), int(last)),
                     durable_iteration=number(durable),
                     tokens=number(tokens),
                     seconds=float(wall),
@@ -57,27 +59,25 @@ def rows() -> list[AttemptRow]:
 
 
 def test_its_form_is_that_of_the_report() -> None:
-    told = AttemptsAndLosses(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
-    title, columns, cells = attempts_table(told)
+    told = SimpleNamespace(run=Run(Path("demo")), attempts=rows())
+    title, columns, cells = attempts_table(cast(RunReportData, told))
     assert format_table(columns, cells, title=title, width=110) == shown().rstrip()
 
 
 def test_its_numbers_are_those_of_one_exact_relay() -> None:
     attempts, training = rows(), resolve.load_run_config(ROOT / "configs/runs/demo.yaml").training
-    assert attempts[0].first_iteration == 1
-    for before, after in pairwise(attempts):
-        assert after.first_iteration == before.last_iteration + 1 == (before.durable_iteration or 0) + 1
-    for row in attempts:
-        assert (
-            row.tokens
-            == (row.last_iteration - row.first_iteration + 1) * training.global_batch_size * training.seq_length
-        )
-    assert (attempts[-1].cause, attempts[-1].last_iteration) == ("done", training.steps)
+    steps = [row.steps or (0, 0) for row in attempts]
+    assert steps[0][0] == 1
+    for (row, (_, last)), (_, (first, _)) in pairwise(zip(attempts, steps, strict=True)):
+        assert first == last + 1 == (row.durable_iteration or 0) + 1
+    for row, (first, last) in zip(attempts, steps, strict=True):
+        assert row.tokens == (last - first + 1) * training.global_batch_size * training.seq_length
+    assert (attempts[-1].cause, steps[-1][1]) == ("done", training.steps)
 
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = resolve.load_run_config(ROOT / "configs/runs/demo.yaml")
-    stopped = AttemptsAndLosses(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
-    monkeypatch.setattr(terminal_report, "read_attempts_report", lambda run: stopped)
+    stopped = SimpleNamespace(run=Run(tmp_path), attempts=[], validation={})
+    monkeypatch.setattr(report_data, "read_report_data", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):
         demo.print_results(Run(tmp_path), config, seconds=1.0)

@@ -16,7 +16,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.slurmtime import parse_time
-from relayrun.watch.report import terminal_report
+from relayrun.watch.report.report_data import read_report_data
 from scripts.demo import __main__ as demo
 from scripts.demo import stories
 from tests.history import began, history_plan
@@ -110,9 +110,10 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def trained_by(machine: Machine) -> list[int]:
     """Let the demo train there; return how many iterations each attempt did."""
     demo.train_to_end(machine.run, CONFIG, ["demo.yaml"], slurm=False)
-    rows = terminal_report.read_attempts_report(machine.run).attempts
-    assert rows[-1].last_iteration == machine.iteration == STEPS
-    return [row.last_iteration - row.first_iteration + 1 if row.trained else 0 for row in rows]
+    rows = read_report_data(machine.run).attempts
+    steps = [row.steps or (1, 0) for row in rows]
+    assert steps[-1][1] == machine.iteration == STEPS
+    return [last - first + 1 for first, last in steps]
 
 
 @pytest.mark.parametrize("slow", [0.1, 1.0, 20.0])
@@ -171,7 +172,7 @@ def test_a_submit_or_resume_that_is_refused_ends_the_demo_at_once(
 def test_the_relay_shows_each_attempt_where_it_went_on(machines: Make) -> None:
     machine = machines(1.0)
     trained_by(machine)
-    summary = terminal_report.read_attempts_report(machine.run)
+    summary = read_report_data(machine.run)
     lines = demo.attempts_chart(summary).splitlines()
     assert len(lines) == len(summary.attempts)
     bars = [line[9 : 9 + demo.CHART_WIDTH] for line in lines]

@@ -108,3 +108,10 @@ def test_commands_for_contributors_are_there() -> None:
     (block,) = blocks("bash training", CONTRIBUTING)
     calls = re.findall(r"relayrun ((?:submit|report) [^\n)]*)", block.replace('"', ""))
     assert [callable(cli.parse(shlex.split(call)).run) for call in calls] == [True] * 3
+
+
+def test_the_mappings_for_contributors_are_those_of_the_families() -> None:
+    families = (ROOT / "relayrun/train/export/model_families.yaml").read_text(encoding="utf-8")
+    shown = re.findall(r"^ +(decoder\.\S+: .*)$", CONTRIBUTING, re.M)
+    assert [line for line in shown if line not in families] == []
+    assert {"join: qkv", "join: gate_up"} <= set(re.findall(r"join: \w+", "\n".join(shown)))

@@ -19,7 +19,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -84,7 +83,6 @@ def _run(request: dict[str, Any]) -> int:
     if request.get("terminal"):
         progress.has_terminal, progress._INTERVAL = lambda: True, 0.0
     time.time = lambda: NOW
-    _tell_of_network()
     _set_apart(request["below"])
     from relayrun.cli import main as relayrun
 
@@ -120,19 +118,6 @@ def _run_module() -> int:
     return run_command(module.main)
 
 
-def _tell_of_network() -> None:
-    """Let what a command sends and receives be audit events."""
-    for name in ("send", "recv"):
-        plain = getattr(socket.socket, name)
-
-        def told(own: socket.socket, *given: Any, name: str = name, plain: Any = plain) -> Any:
-            if own.family == socket.AF_INET:
-                sys.audit("tests.network", name)
-            return plain(own, *given)
-
-        setattr(socket.socket, name, told)
-
-
 def _set_apart(below: str) -> None:
     """Let a rename into this folder fail as between two file systems."""
     rename, without_replacing = os.rename, leftovers._rename
@@ -147,8 +132,6 @@ def _set_apart(below: str) -> None:
 
 def _changes(event: str, arguments: tuple[Any, ...], below: str) -> bool:
     """Whether an audit event is a change of a file in the folder of the outputs, or a call of renameat2."""
-    if event == "tests.network":
-        return True
     if event == "ctypes.dlsym":
         return "renameat2" in str(arguments[1])
     if event == "open":

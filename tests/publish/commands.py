@@ -31,7 +31,6 @@ from tests.chain.conftest import make_relay
 from tests.config.test_trainer_configs import COMMAND, COMMON
 from tests.history import began, make_history
 from tests.mirrored import Mirrored
-from tests.receivers import HubServer, hub_server
 from tests.waiting import wait_for
 
 SERVER_MODULES = {
@@ -59,11 +58,9 @@ SERVER_MODULES = {
         "relayrun.cli.model.convert",
         "relayrun.train.export.megatron",
         "relayrun.train.export.huggingface",
-        "huggingface_hub.hf_api",
     ),
 }
 """Modules that a server imports before it forks, by the kind of the commands' inputs."""
-TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyz0123456789"
 CHANGING = re.compile(rb'"(time|since)": [0-9.]+|"directory": \[[^]]*\]|"inputs": "\w+"')
 """Parts of records that no two calls write the same."""
 
@@ -99,8 +96,6 @@ class Command:
     """It writes nothing but its output."""
     begins: str = ""
     """An input that lies at the output before, under its own name."""
-    hub: bool = False
-    """Its output is on a hub of models, and its file operations are what it sends there."""
     by_time: bool = False
     """A file of the same size and time is the same to it, as in a store."""
 
@@ -229,16 +224,6 @@ COMMANDS = {
         "hf/config.json",
         inputs="models",
     ),
-    "upload": Command(
-        "upload IN/hf my-lab/my-model",
-        "upload IN/hf my-lab/my-model --public",
-        "hub/my-lab/my-model/main",
-        "hf/model.safetensors",
-        "hf/config.json",
-        inputs="models",
-        fills=True,
-        hub=True,
-    ),
     "import megatron": Command(
         "import megatron IN/megatron --output OUT/c",
         "import megatron IN/megatron --output OUT/c --weights-only",
@@ -253,8 +238,7 @@ COMMANDS = {
 class Place:
     """Inputs and outputs of commands, and the server that runs them."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str], lacking: str, hub: HubServer) -> None:
-        self.hub = hub
+    def __init__(self, folder: Path, server: subprocess.Popen[str], lacking: str) -> None:
         self.no_faults = lacking
         """Why no disk can be made to fail; empty: it can."""
         self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
@@ -272,7 +256,6 @@ class Place:
         shutil.copytree(self.folder / "original", self.inputs, symlinks=True)
         if command.begins:
             shutil.move(self.inputs / command.begins, self.out)
-        self.hub.empty()
         for plan in self.inputs.rglob("plan.json"):  # a copy of a run belongs to nobody
             write_owned(plan, json.loads(plan.read_bytes()))
         if command.over:
@@ -290,7 +273,7 @@ class Place:
         self._number += 1
         said = self.folder / f"said-{self._number}"
         words = [word.replace("IN", str(self.inputs)).replace("OUT", str(self.out)) for word in arguments.split()]
-        return self._ask({"argv": words, "output": str(said), "below": str(self.out), "hub": self.hub.url} | more), said
+        return self._ask({"argv": words, "output": str(said), "below": str(self.out)} | more), said
 
     def end(self, started: tuple[int, Path]) -> tuple[int, str]:
         """Wait for a command; return its exit code and what it says."""
@@ -325,8 +308,7 @@ class Place:
 
     def _begins_output(self, operation: str, command: Command) -> bool:
         event, _, path = operation.partition(" ")
-        made = event in ("os.mkdir", "open") and command.work in path and "-work-" not in path
-        return made or (command.hub and event == "tests.network")
+        return event in ("os.mkdir", "open") and command.work in path and "-work-" not in path
 
     def tree(self, top: Path | None = None) -> dict[str, str]:
         """Return name and content of everything below the outputs."""
@@ -339,7 +321,7 @@ class Place:
                 found[name] = hashlib.sha256(CHANGING.sub(b"", path.read_bytes())).hexdigest()
             else:
                 found[name] = "folder"
-        return found if top else found | self.hub.tree()
+        return found
 
     def left(self, name: str) -> set[str]:
         """Return the paths that a command which was cut should have removed."""
@@ -460,18 +442,8 @@ def serve(folder: Path, kind: str) -> Iterator[Place]:
     program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *SERVER_MODULES[kind]]
     root = str(Path(__file__).resolve().parents[2])
     faults, lacking = faulty_disk(folder)
-    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root, "HF_HUB_DISABLE_XET": "1"} | faults
-    environment |= {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    with (
-        hub_server(TOKEN) as hub,
-        subprocess.Popen(
-            program,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | {"HF_ENDPOINT": hub.url},
-        ) as server,
-    ):
-        yield Place(folder, server, lacking, hub)
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1"} | faults
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        yield Place(folder, server, lacking)
         assert server.stdin is not None
         server.stdin.close()

@@ -83,6 +83,6 @@ def test_a_drill_is_stopped_by_ctrl_c_and_goes_on_behind_what_is_done(cluster: T
     assert results(shown.stdout).keys() == {"undisturbed", "rank-killed", "latest-torn", "cancelled"}
     assert all(row["passed"] for row in results(shown.stdout).values())
     assert [job.id for job in cluster.queue()] == [other]
-    page = (folder / "drill.html").read_text()
+    page = (folder / "drill.md").read_text()
     assert "3 of 3 faults passed" in page
     cluster.run(["scancel", other])

@@ -19,10 +19,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
-from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
-from tests.random_kills import sample_gaps
-from tests.workspace import Workspace, ends, steps
+from tests.workspace import Workspace, ends
 
 from . import power_loss
 from .cluster import TestCluster
@@ -54,7 +52,6 @@ def config(
     folder: str,
     *,
     memory_interval: int = 0,
-    elastic: bool = False,
     step_seconds: int = 1,
     host_python: str | None = None,
     **chain: object,
@@ -64,10 +61,10 @@ def config(
         "options": {"faults": f"slow-after=6:{step_seconds}"},
     }
     sections = SETTINGS | {
-        "training": SETTINGS["training"] | {"hooks": [hook], "elastic": elastic},
+        "training": SETTINGS["training"] | {"hooks": [hook]},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},
         "chain": {"recovery": "node"} | chain,
-        "job": SPARE | ({"spare_nodes": 0} if elastic else {}),
+        "job": SPARE,
         "cluster": CLUSTER | ({"host_python": host_python} if host_python else {}),
     }
     return workspace.config(folder, **sections)
@@ -222,42 +219,6 @@ def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestClust
     (end,) = ends(run)
     assert (end.cause, end.action) == ("unknown", "end")
     assert end.reason.startswith("n0: the batch host is lost")
-
-
-def test_the_next_job_of_an_elastic_run_has_the_nodes_that_are_up(cluster: TestCluster, workspace: Workspace) -> None:
-    cluster.run(["scontrol", "update", "NodeName=n2,n3", "State=DRAIN", "Reason=broken"])
-    submit(cluster, config(workspace, "fewer-again", elastic=True, auto_requeue=True))
-    run = workspace.run("fewer-again")
-    wait_for(cluster, run, 8)
-    power_loss.lose(cluster, "n1")
-    cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a restart without n1")
-    cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
-    wait_for_end(cluster, run, timeout=600)
-    assert [end.cause for end in ends(run)] == ["saved", "done"]
-    begin = AttemptStart.read(run.attempt(2).begin)
-    assert begin is not None
-    assert begin.nodes == "n0"
-    assert sample_gaps(run, max(steps(run))) == []
-
-
-def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, workspace: Workspace) -> None:
-    """Up to the loss bit for bit; then one node takes the micro-batches of both, and sums are rounded otherwise."""
-    whole = reference(cluster, workspace)
-    run, failed = without_n1(cluster, workspace, "fewer", elastic=True)
-    assert (failed.lost, failed.nodes, failed.source, failed.again) == ({"n1": ""}, 1, "disk", True)
-    assert cluster.job(job_of(run, 1))["Restarts"] == "0"
-    own, expected = steps(run), steps(whole)
-    assert sorted(own) == sorted(expected)
-    before = [number for number in own if number <= failed.next_iteration]
-    assert before
-    assert [own[number] for number in before] == [expected[number] for number in before]
-    losses, others = ([float.fromhex(found[number][0]) for number in sorted(own)] for found in (own, expected))
-    assert losses == pytest.approx(others, rel=1e-3)
-    assert losses != others, "nothing was divided otherwise"
-    assert sample_gaps(run, max(own)) == []
-    assert [vars(row) for row in dataset_ledgers(audit_run(run))] == [
-        vars(row) for row in dataset_ledgers(audit_run(whole))
-    ]
 
 
 def test_a_starter_that_stands_still_holds_no_node_to_the_time_limit(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from relayrun.control.rundir import triggers
 from relayrun.control.rundir.run import stop_reason
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.watch.status import queue, run_status
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
@@ -107,3 +109,27 @@ def test_a_requeued_job_does_not_keep_a_lowered_time_limit(
     second = begin_of(run, 2).job_id
     assert second != first
     assert cluster.job(second)["TimeLimit"] == given
+
+
+@pytest.mark.long
+def test_a_job_that_was_queued_before_a_change_was_known_is_replaced(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, plan = make_run("--steps=100000", total_steps=100_000, **WITH_FALLBACK)
+    first = start(cluster, run, plan, monkeypatch)
+    wait_for_iteration(cluster, run)
+    (second,) = pending(cluster, plan)
+    change(cluster, second, "Partition=high")
+    early = scheduler_for_plan(plan, run).submit(
+        plan, run.job_script, options={}
+    )  # as the end of a job in a hurry does
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])
+    wait_for_iteration(cluster, run, attempt=2)
+    (third,) = cluster.wait_until(lambda: pending(cluster, plan), what="the third job")
+    assert (third != early, cluster.job(third)["Partition"]) == (True, "high"), logs(run)
+    assert cluster.job(early)["JobState"] == "CANCELLED"
+    triggers.touch_trigger(run, "exit")
+    wait_for_end(cluster, run, plan)
+    assert ends(run)[-1].cause == "exit", logs(run)

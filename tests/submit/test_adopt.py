@@ -98,6 +98,14 @@ def test_every_line_becomes_a_setting_or_has_a_reason(tmp_path: Path) -> None:
     assert reasons["trap echo bye EXIT"] == "the chain has signals and clean-up of its own"
 
 
+def test_a_launcher_that_requeues_its_own_job_is_a_chain(tmp_path: Path) -> None:
+    found = adopted(tmp_path, ("sbatch --dependency=singleton $0", "scontrol requeue $SLURM_JOB_ID"))
+    assert found.settings["chain"] == {"auto_requeue": True}
+    assert found.errors == []
+    never = adopted(tmp_path, ("sbatch --dependency=singleton $0", "if false; then scontrol requeue 1; fi"))
+    assert "chain" not in never.settings
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -22,6 +22,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.filters import c4_filters, unigram_log_probs
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import word_tokenizers
@@ -130,11 +131,11 @@ def test_steps_stand_between_reader_and_writer(place: Workplace) -> None:
     result = place.run([{"lambda": {"filter_function": f"{HERE}.is_even"}}, f"{HERE}:Upper"])
     assert place.texts() == [f"DOCUMENT {file} {row}" for file in range(3) for row in range(0, 10, 2)]
     assert result.documents == 15
-    assert "steps: lambda 30 in, 15 out; " in result.summary()
+    assert "steps: lambda 30 in, 15 out (50% of the bytes); " in result.summary()
     record = place.record()
     assert record["shards"]["00000_tokens"]["steps"] == [
-        {"step": "lambda", "in": 10, "out": 5, "dropped": {"dropped": 5}},
-        {"step": f"{HERE}:Upper", "in": 5, "out": 5, "dropped": {}},
+        {"step": "lambda", "in": 10, "out": 5, "bytes_in": 120, "bytes_out": 60, "dropped": {"dropped": 5}},
+        {"step": f"{HERE}:Upper", "in": 5, "out": 5, "bytes_in": 60, "bytes_out": 60, "dropped": {}},
     ]
     first, second = record["settings"]["pipeline"]
     assert first["class"] == "datatrove.pipeline.filters.lambda_filter.LambdaFilter"
@@ -249,6 +250,17 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(word_tokenizers, "load_word_tokenizer", lambda language: Spaces())
 
 
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stand in for the files that two filters download."""
+    bad, frequencies = tmp_path / "downloads/bad", tmp_path / "downloads/unigram_freq.csv"
+    bad.parent.mkdir()
+    bad.write_text("lorem\nhave with\n")
+    frequencies.write_text("word,count\nthe,100\nof,50\nand,40\nto,30\n")
+    monkeypatch.setattr(c4_filters, "cached_asset_path_or_download", lambda *_, **__: str(bad))
+    monkeypatch.setattr(unigram_log_probs, "cached_assets_path", lambda **_: str(bad.parent))
+
+
 def word_tokenizers_missing() -> bool:
     try:
         word_tokenizers.load_word_tokenizer("en")
@@ -287,6 +299,8 @@ STEPS: list[Any] = [
     "symbol_lines",
     {"regex": {"regex_exp": "the (of|and)"}},
     {"lambda": {"filter_function": f"{HERE}.has_no_code"}},
+    "c4_bad_words",
+    {"unigram_log_prob": {"logprobs_threshold": -18.6}},
 ]
 if importlib.util.find_spec("tldextract") and importlib.util.find_spec("ahocorasick"):
     STEPS.append({"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}})
@@ -297,7 +311,7 @@ def has_no_code(document: Document) -> bool:
 
 
 @pytest.mark.parametrize("steps", [*([step] for step in STEPS), STEPS[:3], [STEPS[7], STEPS[2], STEPS[0]]], ids=str)
-@pytest.mark.usefixtures("words")
+@pytest.mark.usefixtures("words", "downloads")
 @pytest.mark.filterwarnings("ignore:The 'registered_domain' property")
 def test_the_documents_are_those_of_datatroves_own_executor(tmp_path: Path, steps: list[Any]) -> None:
     place = Workplace(tmp_path, [pages(file) for file in range(3)])

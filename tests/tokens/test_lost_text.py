@@ -12,11 +12,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dump_status import read_status, status_table
+from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
 from relayrun.tokens.tokenize.encode.losses import LossCounter, describe_losses
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from relayrun.tokens.tokenize.shard_folder import FolderRecord
+from relayrun.tokens.tokenize.verify import verify_dumps
 from tests.tokenization_corpus import train_tokenizer
 
 WORDS = {"the": 0, "cat": 1, "sat": 2, "<eos>": 3}
@@ -80,3 +85,33 @@ def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
     losses = LossCounter(definition).count(texts, encoded)
     assert describe_losses(losses, 10) is None
     assert not losses
+
+
+def test_status_and_verify_tell_what_a_tokenizer_loses(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    tokenizer = Tokenizer(MODELS["bpe"]())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (data / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["the cat", "a dog", "hat"]))
+    settings = TokenizationSettings(
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        eos_token="<eos>",
+        tokenizer_name="t",
+        dataset_name="d",
+        metadata_folder=str(tmp_path / "meta"),
+        output_folder=str(tmp_path / "tokens"),
+        logs=str(tmp_path / "logs"),
+        workers=1,
+    )
+    prepare_dumps(data, settings.metadata_folder)
+    for index in prepare_submission(settings):
+        tokenize_dump(settings, index)
+    lines = status_table(read_status(settings.metadata_folder)).splitlines()
+    size = (data / "a.jsonl").stat().st_size
+    assert f"{13 / size:.3f} tokens a byte of the files" in lines
+    assert "dump 0: the tokenizer does not know this text: 3 letters have no id and are dropped" in lines
+    (verified,) = verify_dumps(settings.metadata_folder, workers=1)
+    assert not verified.faults
+    assert "3 documents tokenized again (3 do not decode to their text)" in verified.summary()  # without a decoder

@@ -20,7 +20,6 @@ from relayrun.tokens.order.batches import TrainingProgress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
-    from relayrun.train.checkpoint.memory_interval import MemoryCopySchedule, StepSlowdown
     from relayrun.train.checkpoint.memory_replication import MemoryCopy, NeighbourReplica
     from relayrun.train.checkpoint.memory_tier import MemoryTier
     from relayrun.train.distributed import Ranks
@@ -65,7 +64,7 @@ class Ring(NeighbourReplica):
     def __init__(self, folder: Path, rank: int, *, pause: float) -> None:
         self._slots = [MemorySlot(folder, rank, number, kept=True) for number in range(2)]  # on the other node
         self._thread = None
-        self.seconds, self._rank, self._pause = 0.0, rank, pause
+        self._rank, self._pause = rank, pause
 
     def _run(self, copy: MemoryCopy) -> None:
         time.sleep(self._pause)
@@ -85,7 +84,7 @@ class Tier(MemoryTier):
         self.synced: list[int] = []
         """The newest iteration of all copies, each time that the record was synced."""
         self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
-        self._interval, self._steps = MemoryCopySchedule(INTERVAL, at=0), StepSlowdown()
+        self._interval, self._newest = INTERVAL, 0
 
     def _write(self, iteration: int, state: Any) -> MemoryCopy:
         write(older(self._slots), self._ranks.rank, iteration, pause=self._pause)
@@ -128,7 +127,7 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
     def train(rank: int) -> None:
         for iteration in range(INTERVAL, INTERVAL * COPIES + 1, INTERVAL):
             reached[rank] = iteration
-            tiers[rank].save(cast(TrainingProgress, SimpleNamespace(iteration=iteration)), step_seconds=0.01)
+            tiers[rank].save(cast(TrainingProgress, SimpleNamespace(iteration=iteration)))
         tiers[rank].finish()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
@@ -142,3 +141,16 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
     assert tiers[0].synced == (before if ring else []), "once a copy, before any rank has the next one"
     copies = [copy for folder in folders for copy in read_copies(folder)]
     assert newest_complete_copy(copies, ranks=2, after=0) == (INTERVAL * COPIES, "memory")
+
+
+def test_multiples_of_the_interval_are_copied_and_those_after_a_rollback_again(tmp_path: Path) -> None:
+    tier = Tier(World(), [tmp_path, tmp_path], 0, ring=False, pause=0.0)
+    tier._ranks = cast(Any, SimpleNamespace(rank=0, world_size=1, maximum=lambda flags: flags))
+    copied = []
+    for iteration in (*range(4, 8), *range(3, 8)):
+        if iteration == 4 and not copied:
+            tier.start(iteration)
+        if tier.due(iteration):
+            copied.append(iteration)
+            tier.save(cast(TrainingProgress, SimpleNamespace(iteration=iteration)))
+    assert copied == [6, 4, 6]

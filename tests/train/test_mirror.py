@@ -30,7 +30,6 @@ from relayrun.errors import InputError, RunDirError
 from relayrun.files import file_sizes
 from relayrun.train.checkpoint import checksums, publish
 from relayrun.train.mirror import destination, restore, sync
-from relayrun.train.mirror.destination import CopyRateLimit
 from relayrun.trust import UntrustedError
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
@@ -47,6 +46,14 @@ def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         made.save(iteration)
     made.remember()
     return made
+
+
+@contextmanager
+def each_piece(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the bytes of each piece that a pass copies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(destination, "count", act)
+        yield
 
 
 # what is copied, and what stays
@@ -144,7 +151,7 @@ def cut_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             (every_record, "append_line"),
         ):
             patch.setattr(module, name, counted(name, getattr(module, name)))
-        patch.setattr(CopyRateLimit, "spend", counted("spend", CopyRateLimit.spend))
+        patch.setattr(destination, "count", counted("count", destination.count))
         yield calls
 
 
@@ -159,7 +166,7 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
     shutil.copytree(mirrored.place, before)
     with cut_at(0, monkeypatch) as calls:
         mirrored.sync()
-    assert {"rename", "fsync", "rmtree", "append_line", "spend"} <= set(calls)
+    assert {"rename", "fsync", "rmtree", "append_line", "count"} <= set(calls)
     for number in range(1, len(calls) + 1, every):
         shutil.rmtree(mirrored.place)
         shutil.copytree(before, mirrored.place)
@@ -173,9 +180,9 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> None:
-    mirrored.policy(megabytes_per_second=1e-4)  # a hundred bytes a second
     monitored = mirrored.place / ".staging/iter_0000030/common.pt"
     program = "import sys; from relayrun.train.mirror import destination; destination.COPY_PIECE_BYTES = 100; " + (
+        "import time; destination.count = lambda size: time.sleep(1); "
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
@@ -188,11 +195,11 @@ def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> No
     mirrored.policy()
     paces: list[int] = []
 
-    class Counted(CopyRateLimit):
-        def spend(self, count: int) -> None:
-            paces.append(count)
+    def counted(size: int) -> None:
+        paces.append(size)
 
-    assert mirrored.sync(pace=Counted(None))[0] == "copied iteration 30"
+    with each_piece(counted):
+        assert mirrored.sync()[0] == "copied iteration 30"
     assert sum(paces) == sum(sum(file_sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30)) - done
     assert mirrored.claimed() == [20, 30]
 
@@ -224,27 +231,19 @@ def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
 # slow
 
 
-def test_no_more_than_so_many_bytes_a_second(mirrored: Mirrored) -> None:
-    slept = [0.0]
-    pace = CopyRateLimit(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
-    mirrored.sync(pace=pace)
-    size = sum(sum(file_sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
-    assert slept[-1] == pytest.approx(size / 1000.0)
-
-
 def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: Mirrored) -> None:
     """Training saves on meanwhile, and keeps but one."""
     saved: list[int] = []
 
-    class Slow(CopyRateLimit):
-        def spend(self, count: int) -> None:
-            if len(saved) < 5:
-                saved.append(40 + 10 * len(saved))
-                mirrored.save(saved[-1], keep_last=1)
-                assert mirrored.run.checkpoint(30).is_dir()
+    def slow(size: int) -> None:
+        if len(saved) < 5:
+            saved.append(40 + 10 * len(saved))
+            mirrored.save(saved[-1], keep_last=1)
+            assert mirrored.run.checkpoint(30).is_dir()
 
     whole = mirrored.known
-    mirrored.sync(pace=Slow(None))
+    with each_piece(slow):
+        mirrored.sync()
     assert saved == [40, 50, 60, 70, 80]
     mirrored.remember()
     mirrored.known |= whole
@@ -254,11 +253,11 @@ def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: Mi
 
 
 def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: Mirrored) -> None:
-    class Away(CopyRateLimit):
-        def spend(self, count: int) -> None:
-            shutil.rmtree(mirrored.run.checkpoint(30), ignore_errors=True)
+    def away(size: int) -> None:
+        shutil.rmtree(mirrored.run.checkpoint(30), ignore_errors=True)
 
-    done = sync.mirror_checkpoints(mirrored.run, pace=Away(None))
+    with each_piece(away):
+        done = sync.mirror_checkpoints(mirrored.run)
     assert "cannot be read: No such file or directory" in done.complaints[0]
     assert 20 in mirrored.claimed()
     assert 30 not in mirrored.claimed()
@@ -270,26 +269,26 @@ def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: M
 def test_a_copy_that_is_wrong_on_its_way_is_copied_again(mirrored: Mirrored) -> None:
     flipped: list[Path] = []
 
-    class Wrong(CopyRateLimit):
-        def spend(self, count: int) -> None:
-            for path in (mirrored.place / ".staging").glob("*/common.pt"):
-                if not flipped and path.stat().st_size == SIZE:
-                    flip(path)
-                    flipped.append(path)
+    def wrong(size: int) -> None:
+        for path in (mirrored.place / ".staging").glob("*/common.pt"):
+            if not flipped and path.stat().st_size == SIZE:
+                flip(path)
+                flipped.append(path)
 
-    assert mirrored.sync(pace=Wrong(None)) == ["copied iteration 30", "copied iteration 20"]
+    with each_piece(wrong):
+        assert mirrored.sync() == ["copied iteration 30", "copied iteration 20"]
     assert len(flipped) == 1
     assert mirrored.claimed() == [20, 30]
 
 
 def test_a_place_that_is_always_wrong_has_no_copies(mirrored: Mirrored) -> None:
-    class Wrong(CopyRateLimit):
-        def spend(self, count: int) -> None:
-            for path in (mirrored.place / ".staging").glob("*/common.pt"):
-                if path.stat().st_size == SIZE:
-                    path.write_bytes(b"x" * SIZE)
+    def wrong(size: int) -> None:
+        for path in (mirrored.place / ".staging").glob("*/common.pt"):
+            if path.stat().st_size == SIZE:
+                path.write_bytes(b"x" * SIZE)
 
-    done = sync.mirror_checkpoints(mirrored.run, pace=Wrong(None))
+    with each_piece(wrong):
+        done = sync.mirror_checkpoints(mirrored.run)
     assert len(done.complaints) == 2
     assert "is not what was saved, 2 times: common.pt is not the one that was saved" in done.complaints[0]
     assert records.read_copies(mirrored.place) == {}

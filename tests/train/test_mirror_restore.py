@@ -36,7 +36,7 @@ def test_a_restore_that_is_cut_anywhere_names_nothing_that_is_not_whole(
     tear()
     with cut_at(0, monkeypatch) as calls:
         restore.restore_copy(mirrored.run, None)
-    assert {"rename", "fsync", "append_line", "spend"} <= set(calls)
+    assert {"rename", "fsync", "append_line", "count"} <= set(calls)
     for number in range(1, len(calls) + 1):
         tear()
         with cut_at(number, monkeypatch), pytest.raises(Cut):

@@ -120,7 +120,7 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     """The run trains on, and removes its oldest ones."""
     read = checksums.hash_checkpoint_file
 
-    def removed(files: checksums.FolderCheckpointFiles, name: str) -> checksums.FileChecksum:
+    def removed(files: checksums.CheckpointFiles, name: str) -> checksums.FileChecksum:
         files.where.rename(run.path / "removing")
         return read(files, name)
 

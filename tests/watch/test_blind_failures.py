@@ -12,6 +12,7 @@ The files were written before their authors saw the table of failures or a test 
 | blind_failures_fifth_author.txt (40) | 27 | 9 | 4 |
 | blind_failures_sixth_author.txt | 15 | 5 | 10 |
 | blind_failures_seventh_author.txt | 16 | 11 | 3 |
+| blind_failures_eighth_author.txt | 14 | 12 | 4 |
 
 The other author names owners that do not exist here: `environment` is judged as configuration, `data` as configuration,
 file system, or program if the quote names a file. Without that, 15 of that file were right and 15 wrong.
@@ -49,17 +50,18 @@ FILES = (
     "blind_failures_fifth_author.txt",
     "blind_failures_sixth_author.txt",
     "blind_failures_seventh_author.txt",
+    "blind_failures_eighth_author.txt",
     "failure_kinds.txt",
 )
 OWNERS = {
     "environment": ["configuration"],
     "data": ["configuration", "file system"],
     "slurm": ["Slurm"],
-    "limit": ["Slurm"],
+    "limit": ["Slurm", "configuration"],
     "cancelled": ["Slurm", "person"],
 }
 """Owners of other authors, in the words of the table."""
-STILL = {"illegal-instruction": "unknown"}
+STILL: dict[str, str] = {}
 """What is not right yet."""
 Case = tuple[str, str, str, str]
 """Name, owners that a person would accept, words of which the quote holds one, and the log."""

@@ -41,4 +41,5 @@ def test_the_metrics_page_has_every_metric_and_no_other() -> None:
     assert names == METRICS.keys()
     for command in blocks(PROMETHEUS, "bash(?: serve)?"):
         assert parse(shlex.split(command, comments=True)[1:]).command == "metrics"
+    assert parse(shlex.split(blocks(PROMETHEUS, "bash goodput")[0])[1:]).json
     assert (HOW_TO / "grafana-dashboard.json").is_file()

@@ -30,7 +30,6 @@ from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, a
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allocations
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PART_NAMES, PARTS
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
-from relayrun.watch.report import terminal_report
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
@@ -67,11 +66,11 @@ def test_an_attempt_that_recorded_no_end_ends_where_slurm_says(
 ) -> None:
     """Cancelled on a full disk: the picture drew a cancelled job of 26 s up to the end of the run."""
     run.attempt(1).end.unlink()
-    row = terminal_report.read_attempts_report(run).attempts[0]
+    row = read_report_data(run).attempts[0]
     assert (row.cause, row.seconds) == ("unknown", 171.0 - 65.0)
     sacct = tmp_path / "bin" / "sacct"
     sacct.write_text(sacct.read_text().replace("41|FAILED", "41|CANCELLED by 0"))
-    row = terminal_report.read_attempts_report(run).attempts[0]
+    row = read_report_data(run).attempts[0]
     assert (row.cause, row.seconds) == ("cancelled", 171.0 - 65.0)
     assert row.reason == "the job was CANCELLED, as sacct says; it recorded no end"
     assert main(["goodput", str(run.path)]) == 0
@@ -461,31 +460,12 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
     assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
 
 
-def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) -> None:
-    """One node of four is lost and two go on: neither the lost one nor the one that is left over trains."""
-    before, after = step(1, 12.0, 2.0, mfu=0.5), step(2, 24.0, 2.0, mfu=0.5)
-    lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, after]
-    outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
-    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    restarts = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
-    place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=4)
-    found = attribute_time(place, written(tmp_path, lines))
-    assert seconds(found.parts) == together(
-        {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
-        | {"step": 8.0, "redone": 12.0},
-        {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
-    )
-    assert sum(found.parts.values()) == 4 * 25 * MICROSECONDS_PER_SECOND
-    assert found.stepped == 4 * MICROSECONDS_PER_SECOND  # whatever number of nodes computed them
-    assert found.work.mfu_seconds == pytest.approx(0.5 * (2.0 * 4 + 2.0 * 2))
-
-
 def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> None:
     """It notices the loss of a node some seconds behind the agents, or before them."""
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    restarts = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
+    restarts = [failed(1, 15.0, lost={"n1": ""})]
     place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     found = attribute_time(place, written(tmp_path, lines))
     after = {"recovery": 7.0, "step": 2.0, "end": 1.0}
@@ -510,7 +490,7 @@ def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypat
     ]
     install(tmp_path / "bin", monkeypatch, sacct=by_name("\n".join([*rows, second])))
     run = make_accounted(tmp_path / "run")
-    replace(Plan.load(run), elastic_nodes=[1]).write(run.plan)
+    replace(Plan.load(run), nodes=1, spare_nodes=1).write(run.plan)
     found = account_for_run(Run(run.path))
     assert [(each.attempt, each.nodes) for each in found.allocations] == [(1, 3), (2, 2)]
     assert found.allocations[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * MICROSECONDS_PER_SECOND
@@ -584,7 +564,7 @@ LINES = st.lists(
     there=st.lists(st.booleans(), min_size=6, max_size=6),
     code=st.sampled_from([0, 1, decisions.UNKNOWN_EXIT_CODE]),
     limit=st.sampled_from([0.0, 4.0, float("inf")]),
-    losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 3)), max_size=3),
+    losses=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), max_size=3),
 )
 def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     tmp_path_factory: pytest.TempPathFactory,
@@ -593,7 +573,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
     there: list[bool],
     code: int,
     limit: float,
-    losses: list[tuple[float, float, int]],
+    losses: list[tuple[float, float]],
 ) -> None:
     started = StartTimes(process=times[0], imported=times[1], initialised=times[2], loaded=times[3])
     found = facts(
@@ -606,12 +586,10 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         last_sign=times[11],
         limit=limit,
         rollbacks=[entry["iteration"] for entry in lines if "rollback" in entry],
-        failed_restarts=[
-            failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)
-        ],
+        failed_restarts=[failed(number, at, lost={"n": ""}) for number, (at, _) in enumerate(losses, 1)],
     )
     folder = tmp_path_factory.mktemp("lines")
-    resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at, _ in losses), 1)]
+    resized = [(at, 4 - number) for number, at in enumerate(sorted(at for _, at in losses), 1)]
     place = stay(facts=found, ended=there[5], end_known=code != decisions.UNKNOWN_EXIT_CODE, nodes=4, resized=resized)
     whole: AttributedTime = attribute_time(place, written(folder, lines))
     each_node = (

@@ -52,8 +52,8 @@ def test_the_table_the_curve_and_the_picture(run: Run, tmp_path: Path, capsys: p
 def test_every_attempt_has_its_checkpoints_and_one_that_trained_nothing_says_so(run: Run, tmp_path: Path) -> None:
     copy = Run(Path(shutil.copytree(run.path, tmp_path / "run", symlinks=True)))
     copy.attempt(3).metrics.unlink()
-    rows = terminal_report.read_attempts_report(copy).attempts
-    assert [row.trained for row in rows] == [True, True, False]
+    rows = read_report_data(copy).attempts
+    assert [row.steps for row in rows] == [(1, 10), (11, 20), None]
     assert all(row.commits for row in rows)
     assert all(row.commits[-1][1] == row.durable_iteration for row in rows[:2])
     assert rows[0].start_time <= rows[1].start_time
@@ -62,9 +62,9 @@ def test_every_attempt_has_its_checkpoints_and_one_that_trained_nothing_says_so(
 def test_an_attempt_without_an_end_is_drawn_to_its_last_sign_if_slurm_has_forgotten_it(accounted: Run) -> None:
     accounted.attempt(2).end.unlink()
     accounted.attempt(2).outcome.unlink()
-    assert terminal_report.read_attempts_report(accounted).attempts[1].seconds is None  # it may run
+    assert read_report_data(accounted).attempts[1].seconds is None  # it may run
     write_stop(accounted, ChainEnd("stopped", "cancelled by root"))
-    row = terminal_report.read_attempts_report(accounted).attempts[1]
+    row = read_report_data(accounted).attempts[1]
     assert (row.cause, row.seconds) == ("unknown", row.commits[-1][0] - row.start_time)
 
 
@@ -172,7 +172,7 @@ def test_red_is_for_failures_alone(run: Run) -> None:
         if strength > 0.3 and min(hue, 1 - hue) < 25 / 360:
             red.add(groups.get(name, name))
     assert red == {"bad", "lost"}
-    rows = terminal_report.read_attempts_report(run).attempts
+    rows = read_report_data(run).attempts
     causes = [replace(rows[0], number=n, cause=cause) for n in range(1, 30) for cause in ("saved", "running", "failed")]
     assert {row.cause for row in causes if terminal_report.attempt_colour(row) == "C3"} == {"failed"}
 
@@ -207,9 +207,8 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     assert main(one) == main(two) == 0
     assert capsys.readouterr().out == "report-my-run.html\nboth.html\n"
     both = Structure(Path("both.html").read_text(encoding="utf-8"))
-    assert both.words["h1"] == ["2 runs", "my-project/my-run", "my-project/my-run"]
-    assert both.words["h2"][0] == "Side by side"
-    assert tables[1:] == both.words["h2"][1:9]
+    assert both.words["h1"] == ["my-project/my-run", "my-project/my-run"]
+    assert tables[1:] == both.words["h2"][:8]
     assert callable(parse(drawn).run)  # drawn by a slow test above
     assert parse(shlex.split(renewed)).html == Path("$HOME/public/my-run.html")
     found = read_report_data(accounted)
@@ -220,7 +219,7 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     assert [(name, each.x.tolist(), each.y.tolist()) for name, each in found.validation.items()] == [
         ("held-out", [10.0], [2.5])
     ]
-    assert [(each.first, each.last) for each in found.trained if each is not None] == [(1, 5), (6, 10)]
+    assert [row.steps for row in found.attempts] == [(1, 5), (6, 10)]
     assert [(row.dataset, row.samples, row.epochs) for row in found.data] == [("code", 5, 0.25), ("prose", 5, 1.25)]
     assert [list(each.blamed) for each in found.account.allocations] == [["n1"], []]
 

@@ -71,13 +71,6 @@ def test_a_run_of_three_attempts(tab: Page, two: list[RunReportData], tmp_path: 
     draw(tab, "report-phone.png", 1550)
 
 
-def test_two_runs_side_by_side(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    assert wrong(tab, path, made_up(report_page(two, now=T + 400_000))) == []
-    tab.show(path.as_uri(), width=1200, scheme="dark")
-    draw(tab, "report-two.png", 690)
-
-
 def test_names_and_words_without_a_space(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     long = "without-a-space-" * 20
     account = replace(two[0].account, name=long)
@@ -133,7 +126,7 @@ def test_the_pictures_of_the_docs_are_small_and_say_that_their_runs_are_made_up(
     from PIL import Image  # conftest.py imports this module
 
     found = sorted(PICTURES.glob("report*.png"))
-    assert {path.name for path in found} >= {"report.png", "report-phone.png", "report-two.png"}
+    assert {path.name for path in found} >= {"report.png", "report-phone.png"}
     assert all(path.stat().st_size < 150_000 for path in found)
     for path in found:
         with Image.open(path) as picture:

@@ -13,6 +13,7 @@ from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
+from relayrun.errors import ConfigError
 from relayrun.tokens.readers.inputs import data_endings
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
@@ -76,10 +77,18 @@ def add_submit_dumps_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_submit_dumps(options: argparse.Namespace) -> int:
-    """Tokenize every dump of a dataset, as Slurm jobs or on this machine. Raises RelayrunError."""
+    """Tokenize or deduplicate the dumps of a dataset, as Slurm jobs or on this machine. Raises RelayrunError."""
     config = load_tokenization_config(options.config)
     if options.executor is not None:
         config = config.model_copy(update={"executor": options.executor})
+    if getattr(options, "dumps_command", None) == "dedup":
+        from relayrun.tokens.curate.dedup_jobs import deduplicate  # datatrove takes a second to import
+
+        deduplicate(config, wait=options.wait)
+        return 0
+    if config.dedup is not None:
+        hint = "tokenize the output folder of `relayrun dumps dedup`, with a YAML of its own"
+        raise ConfigError("these dumps hold the text before `dedup`", where=options.config, hint=hint)
     submit_dumps(config, wait=options.wait)
     return 0
 
@@ -90,6 +99,7 @@ SUBCOMMANDS = (
     ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", tokenize.add_tokenizer_arguments),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", tokenize.add_shuffle_arguments),
     ("prepare", "split a dataset into dumps, one job each", add_prepare_arguments),
+    ("dedup", "duplicates and text of evaluations out of all dumps, in stages", add_submit_dumps_arguments),
     ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", add_submit_dumps_arguments),
     ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_tokenize_arguments),
     ("merge", "the shards of a folder as one shard", shards.add_merge_shards_arguments),
@@ -137,7 +147,8 @@ def run_dump_status(options: argparse.Namespace) -> int:
     """Print the status of the dumps of a metadata folder."""
     if options.watch is not None:
         return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
-    print(dump_status.status_table(dump_status.read_status(options.folder)))
+    table = dump_status.status_table(dump_status.read_status(options.folder))
+    print(table, *dump_status.dedup_status(options.folder), sep="\n")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""`relayrun data show | ledger | diff | lengths | why`: the samples that a run reads, and the documents of text.
+"""`relayrun data show | ledger | diff | overlap | lengths | why`: the samples that a run reads, and documents of text.
 
 `show` prints samples. `ledger` prints how much of each data set a run has read. `diff` compares the data of two runs.
-`lengths` prints and draws the document lengths of folders of text. `why` prints which step dropped a document.
+`overlap` prints how much of one data set of shards stands in another one. `lengths` prints and draws the document
+lengths of folders of text. `why` prints which step dropped a document.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from relayrun.errors import ConfigError
 from relayrun.publishing import published_file
 from relayrun.terminal import print_rows
 from relayrun.tokens.mixture import audit
+from relayrun.tokens.mixture.overlap import measure_overlap
 from relayrun.tokens.readers.inputs import FORMATS
+from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -96,7 +99,10 @@ def run_lengths(options: argparse.Namespace) -> int:
         if options.json:
             records.append({"folder": folder, "unit": unit, **asdict(found), "order": asdict(order)})
         else:
-            _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
+            if len(options.folders) > 1:
+                print(f"{folder}:")
+            _print_lengths(found, unit, options, room)
+            _print_order(order, len(files))
     if options.json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
     if options.picture is not None:
@@ -106,17 +112,7 @@ def run_lengths(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_lengths(
-    title: str | None,
-    found: LengthSummary,
-    order: LengthOrder,
-    unit: str,
-    options: argparse.Namespace,
-    room: int,
-    files: int,
-) -> None:
-    if title is not None:
-        print(f"{title}:")
+def _print_lengths(found: LengthSummary, unit: str, options: argparse.Namespace, room: int) -> None:
     print(f"{found.documents:,} documents, {found.total:,} {unit}")
     middle = f"median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}"
     print(f"min {found.shortest:,}, {middle}, max {found.longest:,}")
@@ -126,6 +122,9 @@ def _print_lengths(
     print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
     for packing, share in found.padding.items():
         print(f"padding of rows of {room:,}, {packing}: {share:.1%}")
+
+
+def _print_order(order: LengthOrder, files: int) -> None:
     where = "1 file" if files == 1 else f"{files:,} files"
     if order.lag_1_correlation is not None:
         usual = f"(of a shuffle: within {order.lag_1_noise:.4f} of 0)"
@@ -146,6 +145,11 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     ledger.add_argument("runs", nargs=1, metavar="RUN")
     diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
     diff.add_argument("runs", nargs=2, metavar="RUN")
+    overlap = commands.add_parser("overlap", help="how many documents and n-grams of held-out shards are in others")
+    overlap.add_argument("folders", nargs=2, type=Path, metavar="DIR", help="held-out shards, then training shards")
+    most = "read about N tokens of each, evenly spread (default: %(default)s)"
+    overlap.add_argument("--tokens", type=int, default=10_000_000, metavar="N", help=most)
+    overlap.set_defaults(run=run_overlap)
     measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
     add_lengths_arguments(measure)
     why = commands.add_parser("why", help="which step dropped a document while it was tokenized, and why")
@@ -167,6 +171,13 @@ def run_data(options: argparse.Namespace) -> int:
         found = audit.data_differences(*runs)
         print("\n".join(found) if found else "the data of both runs are the same")
         return 1 if found else 0
+    return 0
+
+
+def run_overlap(options: argparse.Namespace) -> int:
+    """Print how much of one data set of shards stands in another one. Raises InputError."""
+    held_out, training = (find_prefixes([folder]) for folder in options.folders)
+    print(measure_overlap(held_out, training, most=max(options.tokens, 1)))
     return 0
 
 

@@ -52,18 +52,15 @@ def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
 def run_create_mixture(arguments: argparse.Namespace) -> int:
     """Make a mixture: a folder of links to token shards, each data set with its weight. Raises RelayrunError."""
     check_outputs({"--output": arguments.output})
+    same = ("seed", "allow_repeats", "most_repeats", "allow_other_tokenizer", "dry_run")
     summary = create_mixture(
         arguments.folders,
         arguments.weights,
         arguments.output,
-        seed=arguments.seed,
         tokens=parse_token_count(arguments.tokens) if arguments.tokens is not None else None,
-        allow_repeats=arguments.allow_repeats,
-        most_repeats=arguments.most_repeats,
-        allow_other_tokenizer=arguments.allow_other_tokenizer,
-        dry_run=arguments.dry_run,
         replace_used=arguments.replace,
         report=lambda line: print(line, file=sys.stderr),
+        **{name: getattr(arguments, name) for name in same},
     )
     print(summary, end="")
     return 0
@@ -113,9 +110,6 @@ def run_prefixes(arguments: argparse.Namespace) -> int:
         output = "".join(prefix + "\0" for prefix in prefixes)
     else:
         output = join_prefixes(prefixes) + "\n"
-    if sys.stdout.isatty():
-        print(output, end="")
-        return 0
     sys.stdout.buffer.write(os.fsencode(output))  # bytes: a file name need not be UTF-8
     sys.stdout.buffer.flush()
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
@@ -106,21 +107,13 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
     # pyarrow: slow import, not needed for --help
     from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, make_shuffle_plan, reshard
 
+    names = {field.name for field in fields(ReshardOptions)} & vars(given).keys()
     options = ReshardOptions(
-        dataset_folder=given.dataset_folder,
+        **{name: getattr(given, name) for name in names - {"file_size", "memory_limit"}},
         output=given.output_folder,
-        column=given.column,
-        seed=given.seed,
         file_size=int(given.file_size * 1e6),
-        row_group_size=given.row_group_size,
         row_group_bytes=None if given.row_group_mb is None else round(given.row_group_mb * 1e6),
-        split_rows=given.split_rows,
-        split_overlap=given.split_overlap,
-        compression=given.compression,
         memory_limit=int(given.memory_limit * 1e9),
-        temp_dir=given.temp_dir,
-        threads=given.threads,
-        on_error=given.on_error,
     )
     if given.check:
         make_shuffle_plan(options)

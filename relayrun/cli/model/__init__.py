@@ -1,1 +1,1 @@
-"""Commands for checkpoints and models: `checkpoint` verifies and mirrors, `convert` exports, uploads and imports."""
+"""Commands for checkpoints and models: `checkpoint` verifies and mirrors, `convert` exports and imports."""

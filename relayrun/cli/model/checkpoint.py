@@ -33,21 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="read a checkpoint back in full and compare every byte with its hash")
     words = "run directory, or project/name below logs/runs, and an iteration (default: the newest whole one)"
-    others = "a folder of `relayrun.checkpoints`"
-    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or {others}, or the folder of a checkpoint")
+    others = "a folder of `relayrun.checkpoints`, or the folder of a checkpoint"
+    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or {others}")
     verify.set_defaults(run=verify_checkpoint)
     commit = actions.add_parser("commit", help="hash a checkpoint of any program, so that its bytes can be verified")
-    commit.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint, whole and under its name")
-    commit.add_argument("--step", type=int, metavar="N", help="default: the number at the end of its name")
+    commit.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint, whole; its name ends in its step")
     commit.set_defaults(run=commit_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
     add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
-    copy.add_argument("--to", metavar="PLACE", help=f"copy {others} there, a folder or URL; RUN is that folder")
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
     words = "the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)"
-    back.add_argument("name", metavar="RUN[:N]", help=f"{words}; with --to the folder or URL of a run's copies")
+    back.add_argument("name", metavar="RUN[:N]", help=f"{words}; with --to the folder of a run's copies")
     back.add_argument("--to", metavar="FOLDER", help="put the copy into this folder: the run itself may be lost")
     back.set_defaults(run=restore_checkpoint)
 
@@ -89,11 +87,11 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
 
 def commit_checkpoint(options: argparse.Namespace) -> int:
     """Hash a checkpoint of any program and commit it. Raises RelayrunError."""
-    folder, step = options.folder.expanduser().absolute(), options.step
-    if step is None and (number := re.search(r"(\d+)\D*$", folder.name)) is not None:
-        step = int(number[1])
-    if step is None:
-        raise InputError("the name of this folder has no number", where=folder, hint="give its step: --step N")
+    folder = options.folder.expanduser().absolute()
+    number = re.search(r"(\d+)\D*$", folder.name)
+    if number is None:
+        raise InputError("the name of this folder has no number", where=folder, hint="call relayrun.checkpoints.commit")
+    step = int(number[1])
     newer = next((each.iteration for each in checkpoint_records.folder_commits(folder.parent)), step)
     if newer > step:
         words = f"step {newer} is committed here already, and would not count any more"
@@ -104,10 +102,6 @@ def commit_checkpoint(options: argparse.Namespace) -> int:
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:
     """Update the copies of a run; return 1 if a copy is missing. Raises RelayrunError."""
-    if options.to is not None:
-        copied = checkpoints.mirror(Path(options.name).expanduser(), options.to)
-        print(*([f"copied step {step}, verified" for step in copied] or ["nothing to copy"]), sep="\n")
-        return 0
     return sync.mirror_checkpoints(find_run(options.name), verify=options.verify).tell()
 
 

@@ -1,4 +1,4 @@
-"""`relayrun export`, `upload` and `import`: checkpoints in the formats of other programs, and copies on a hub."""
+"""`relayrun export` and `import`: checkpoints in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.errors import InputError, did_you_mean_path, refuse_unwritable
 from relayrun.publishing import InputFiles, refuse_existing
 from relayrun.train.checkpoint import megatron_folder
-from relayrun.train.export import megatron_settings, upload
+from relayrun.train.export import megatron_settings
 from relayrun.train.export.source_and_target import CheckpointSource, find_checkpoint, parse_size
 
 EXPORT_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,9 +48,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "Hugging Face folder that the training began with, whose settings are kept (default: that of the run's import)"
     )
     hf.add_argument("--original", type=Path, metavar="DIR", help=words)
-    words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does"
-    hf.add_argument("--push-to", metavar="OWNER/NAME", help=words)
-    hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
     engines, words = ("transformer_engine", "local"), "whose names the weights get"
     torch.add_argument("--transformer-impl", choices=engines, default=engines[0], help=words)
     torch.add_argument("--optimizer", action="store_true", help="with Adam's moments and the schedule")
@@ -62,20 +59,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
     limit = parse_size(options.max_shard_size)
-    hub = None
-    if options.push_to is not None:
-        hub = upload.HubRepository.from_environment(options.push_to)
-    elif options.public:
-        raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
     read = _inputs(options)
     source = _checked_source(options, read)
     source = source if options.original is None else replace(source, original=options.original)
-    if hub is not None:
-        hub.check()
     if not _is_made(options, read):
         print("\n".join(_write_hf(options, source, read, limit)))
-    if hub is not None:
-        print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
     return 0
 
 
@@ -167,24 +155,6 @@ def _checked_source(options: argparse.Namespace, read: InputFiles) -> Checkpoint
     if not source.config.data.mock_data:
         _ = source.tokenizer
     return source
-
-
-def add_upload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `relayrun upload`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="that `relayrun export hf` wrote")
-    parser.add_argument(
-        "repository", metavar="OWNER/NAME", help="of the hub; made if it is not there, closed to others"
-    )
-    parser.add_argument("--public", action="store_true", help="a repository that is made is open to all")
-    parser.add_argument("--revision", metavar="BRANCH", help="made if it is not there (default: main)")
-    parser.set_defaults(run=upload_folder)
-
-
-def upload_folder(options: argparse.Namespace) -> int:
-    """Upload a folder, in one commit. Raises RelayrunError."""
-    hub = upload.HubRepository.from_environment(options.repository)
-    print(upload.upload_to_hub(hub, options.folder, public=options.public, revision=options.revision))
-    return 0
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

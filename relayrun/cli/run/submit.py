@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from relayrun import api, places
+from relayrun import places
 from relayrun.cli import add_run, add_set_option
 from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.campaign import CampaignDescription, campaign_kind, describe_campaign
@@ -281,7 +281,7 @@ def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config
     if options.dry_run:
         return print_dry_run(given, intent)
     confirm = partial(confirm_cost, yes=options.yes)
-    print_submitted(api.submit_settings(given, config, intent, confirm=confirm))
+    print_submitted(submission.submit_run(config, given=given, confirm=confirm, **vars(intent)))
     return 0
 
 
@@ -292,6 +292,7 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
         f"logs {submitted.plan.log_folder}",
         flush=True,
     )
+    unsent_notices.send_in_background(submitted.run)
     if batch_system(submitted.plan.scheduler).one_machine:
         follower = ProgressFollower(submitted.run, total_steps=submitted.plan.total_steps)
         local_scheduler(submitted.run).run_queue(local.print_event, follower.poll)

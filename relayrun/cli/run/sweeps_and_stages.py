@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from relayrun.cli import add_set_option
+from relayrun.cli.run import stop as run_stop
 from relayrun.cli.run.submit import YES_WORDS, check_plan
 from relayrun.config.compose import campaign as config
 from relayrun.config.compose import resolve
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain import jobs
-from relayrun.control.chain.stop_requests import request_stop
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.control.rundir.find_runs import find_campaign
@@ -186,7 +186,7 @@ def stop(options: argparse.Namespace) -> int:
     for member in whole.members:
         try:
             if _is_running(folder, member):
-                words = request_stop(member.run, queue.run_scheduler(member.run), user=user)
+                words = run_stop.request_stop(member.run, queue.run_scheduler(member.run), user=user)
                 print(f"{member.run.path.name}: {words}")
                 unsent_notices.send_in_background(member.run)
         except (RelayrunError, OSError, ValueError) as error:

@@ -40,13 +40,13 @@ def wrapped(options: argparse.Namespace, *, one_machine: bool = False) -> Adopte
 
 def submit(options: argparse.Namespace) -> int:
     """Submit with all checks of a run config; relayrun.pyz, without their packages, has another function here."""
-    from relayrun.api import submit_settings
     from relayrun.cli.run.submit import print_dry_run, print_submitted
     from relayrun.config.compose import resolve, sites
     from relayrun.config.compose.yaml_file import LocatedSettings
     from relayrun.config.sections.batch_systems import batch_system
     from relayrun.submit.check.existing_run import SubmitIntent
     from relayrun.submit.cost import confirm_cost
+    from relayrun.submit.submission import submit_run
 
     site = sites.read_site(options.cluster, folders=sites.site_folders(None), where="--cluster").values
     found = wrapped(options, one_machine=batch_system(str(site.get("scheduler"))).one_machine)
@@ -54,6 +54,6 @@ def submit(options: argparse.Namespace) -> int:
     given = resolve.compose_settings(LocatedSettings(found.settings), options.overrides, of_cluster=own)
     if options.dry_run:
         return print_dry_run(given, SubmitIntent(resume=options.resume))
-    intent, confirm = SubmitIntent(resume=options.resume), partial(confirm_cost, yes=options.yes)
-    print_submitted(submit_settings(given, resolve.validate_settings(given), intent, confirm=confirm))
+    confirm, config = partial(confirm_cost, yes=options.yes), resolve.validate_settings(given)
+    print_submitted(submit_run(config, resume=options.resume, given=given, confirm=confirm))
     return 0

@@ -135,7 +135,7 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     stopped = False
     if names := drill.pending_tests():
         drill.check()
-        tell(f"{drill.cost(names).words}; in {drill.folder}")
+        tell(f"{drill.cost(names)}; in {drill.folder}")
         if not options.yes and not _confirmed():
             tell("nothing was queued")
             return 1
@@ -144,24 +144,23 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             stopped = True
         finally:
-            _write_reports(drill)
+            _write_report(drill)
     else:
-        _write_reports(drill)
+        _write_report(drill)
     if options.json:
         print(json_text(session.session_as_json(drill)))
     else:
         session.print_session(drill)
-    tell(f"{drill.folder / 'drill.html'} and drill.md say it, too")
+    tell(f"{drill.folder / 'drill.md'} says it, too")
     if stopped:
         tell("stopped; the same command goes on behind the rows that are done")
         return INTERRUPTED_EXIT_CODE
     return int(bool(drill.failed_results()))
 
 
-def _write_reports(drill: FaultSession) -> None:
-    for name, text in (("drill.md", session.markdown_report(drill)), ("drill.html", session.html_report(drill))):
-        with atomic_file(drill.folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+def _write_report(drill: FaultSession) -> None:
+    with atomic_file(drill.folder / "drill.md") as temporary:
+        temporary.write_text(session.markdown_report(drill), encoding="utf-8")
 
 
 def _confirmed() -> bool:

@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import sys
+import time
 from pathlib import Path
 
 from relayrun.control.rundir import find_runs
@@ -45,15 +46,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _runs(names: list[str]) -> list[Run]:
-    """Return the runs of these names and below these folders."""
-    found = [] if names else find_runs.all_run_folders()
+    """Return the runs of these names and, if their chains did not end long ago, those below these folders."""
+    found = [] if names else find_runs.without_old_runs(find_runs.all_run_folders(), now=time.time())
     for name in names:
         try:
             found.append(find_runs.find_run(name))
         except RunDirError:
             if not Path(name).is_dir() or not (below := list(find_runs.find_runs_below(Path(name), depth=2))):
                 raise
-            found += below
+            found += find_runs.without_old_runs(below, now=time.time())
     return found
 
 

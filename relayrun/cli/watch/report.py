@@ -16,7 +16,6 @@ from relayrun.progress import Progress
 from relayrun.publishing import published_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
-from relayrun.watch.report import terminal_report
 from relayrun.watch.text import json_text
 
 
@@ -41,25 +40,27 @@ def run_report(options: argparse.Namespace) -> int:
         names = "-".join(run.path.name for run in runs)
         target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
     check_outputs({"--html": target, "--png": options.png})
-    if options.text:
-        for run in runs:
-            _print_text_report(run)
+    # reads data sets and configs: slow imports, not needed for goodput
+    from relayrun.watch.report import page, report_data, terminal_report
+
+    found = []
+    for run in runs:
+        with _reading(run):
+            found.append(report_data.read_report_data(run))
+    for each in found if options.text else ():
+        terminal_report.attempts_table(each).print()
+        if each.series["loss"].size:
+            print(terminal_report.terminal_curve(each))
+        print(tables.account_summary(each.account))
+        tables.parts_table(each.account).print()
     if target is not None:
-        _write_page(runs, target)
+        with published_file(target) as temporary:
+            temporary.write_text(page.report_page(found, now=time.time()), encoding="utf-8")
+        print(target)
     if options.png is not None:
-        terminal_report.write_png(terminal_report.read_attempts_report(runs[0]), options.png)
+        terminal_report.write_png(found[0], options.png)
         print(options.png)
     return 0
-
-
-def _print_text_report(run: Run) -> None:
-    found = terminal_report.read_attempts_report(run)
-    terminal_report.attempts_table(found).print()
-    if found.iterations:
-        print(terminal_report.terminal_curve(found))
-    account = _account(run)
-    print(tables.account_summary(account))
-    tables.parts_table(account).print()
 
 
 def _reading(run: Run) -> Progress:
@@ -70,20 +71,6 @@ def _reading(run: Run) -> Progress:
 def _account(run: Run) -> NodeTimeAccount:
     with _reading(run):
         return account_for_run(run)
-
-
-def _write_page(runs: list[Run], target: Path) -> None:
-    # reads data sets and configs: slow imports, not needed for the text
-    from relayrun.watch.report.page import report_page
-    from relayrun.watch.report.report_data import read_report_data
-
-    pages = []
-    for run in runs:
-        with _reading(run):
-            pages.append(read_report_data(run))
-    with published_file(target) as temporary:
-        temporary.write_text(report_page(pages, now=time.time()), encoding="utf-8")
-    print(target)
 
 
 def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:

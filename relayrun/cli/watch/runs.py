@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shlex
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +33,6 @@ from relayrun.watch.text import format_seconds, json_text
 SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
 RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRow:
-    """A run in the list."""
-
-    path: str
-    state: str
-    bytes: int
-    updated: float | None
-    """Newest time in its records, in seconds since 1970; None before the first attempt."""
-    durable_iteration: int | None
-    durable_age: float | None
-    """Seconds since the newest whole checkpoint was saved."""
-    words: str
-    """Reason of its end, or its error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,41 +66,40 @@ def list_runs(options: argparse.Namespace) -> int:
         found = counted(RunsWatcher().statuses(list(runs.values()), now=now))
         rows = [_run_row(runs[Path(entry.path)], entry) for entry in found]
     if options.json:
-        print(json_text([asdict(row) for row in rows]))
+        print(json_text(rows))
     elif rows:
         print_rows(RUN_COLUMNS, [_run_cells(row, now) for row in rows])
-        print(f"{count_noun(len(rows), 'run')}, {format_bytes(sum(row.bytes for row in rows))}")
+        print(f"{count_noun(len(rows), 'run')}, {format_bytes(sum(row['bytes'] for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
 
 
-def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> RunRow:
+def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> dict[str, Any]:
+    """Return a row of the list. `updated`: newest time in the records; `words`: reason of the end, or the error."""
     # what cannot be looked at counts as nothing
     size = sum(found.size for found in submit_move_run.list_entries(run.path, on_error=lambda _: None).values())
+    row = {"path": entry.path, "state": "damaged", "bytes": size}
     if isinstance(entry, DamagedRun):
-        nothing = {"updated": None, "durable_iteration": None, "durable_age": None}
-        return RunRow(path=entry.path, state="damaged", bytes=size, words=entry.error, **nothing)
-    return RunRow(
-        path=entry.path,
-        state=entry.state,
-        bytes=size,
-        updated=entry.updated or None,
-        durable_iteration=entry.durable_iteration,
-        durable_age=entry.durable_age,
-        words=(entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
-    )
+        return row | dict.fromkeys(("updated", "durable_iteration", "durable_age")) | {"words": entry.error}
+    return row | {
+        "state": entry.state,
+        "updated": entry.updated or None,
+        "durable_iteration": entry.durable_iteration,
+        "durable_age": entry.durable_age,
+        "words": (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
+    }
 
 
-def _run_cells(row: RunRow, now: float) -> tuple[str, ...]:
+def _run_cells(row: dict[str, Any], now: float) -> tuple[str, ...]:
     return (
-        row.path,
-        row.state,
-        format_bytes(row.bytes),
-        "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
-        "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
-        "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago",
-        row.words,
+        row["path"],
+        row["state"],
+        format_bytes(row["bytes"]),
+        "" if row["updated"] is None else f"{format_seconds(now - row['updated'])} ago",
+        f"{row['durable_iteration']:,}" if row["durable_iteration"] else "none",
+        "" if row["durable_age"] is None else f"{format_seconds(row['durable_age'])} ago",
+        row["words"],
     )
 
 
@@ -157,16 +138,12 @@ def _run_path(name: str) -> Path:
     except RunDirError:
         path = Path(name).expanduser().absolute()
         places = (path, find_runs.runs_folder() / name)
-        return next((each for each in places if submit_move_run.renamed_source(_real(each)).is_dir()), path)
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
+        return next((each for each in places if submit_move_run.renamed_source(each.resolve()).is_dir()), path)
 
 
 def _move_directory(name: str, target: Path) -> None:
     named = _run_path(name)
-    source = _real(named)
+    source = named.resolve()
     _refuse_protected(source, target)
     done = submit_move_run.finish_move(source, target)
     if not done:

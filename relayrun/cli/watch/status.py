@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "look again and again, until Ctrl-C or, of one RUN, the end of its chain"
     words += "; a line for each change where there is no terminal"
     parser.add_argument("-f", "--follow", action="store_true", help=words)
+    words = "of all runs, also those whose chains ended more than 30 days ago (--json has all)"
+    parser.add_argument("--all", action="store_true", help=words)
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
     parser.set_defaults(run=run)
 
@@ -70,8 +72,12 @@ def run(options: argparse.Namespace) -> int:
         from relayrun.watch.status import run_status_text
 
         print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
-    elif found := RunsWatcher().summaries(runs, now=now):
+    elif runs:
+        shown = runs if options.all else find_runs.without_old_runs(runs, now=now)
+        found = RunsWatcher().summaries(shown, now=now)
         print(tables.runs_table(found))
+        if left_out := len(runs) - len(found):
+            print(f"{left_out} runs whose chains ended more than 30 days ago: --all")
         for line in tables.cron_check_lines(found, now=now):
             print(line)
     else:
@@ -126,7 +132,8 @@ def follow(name: str | None, interval: float) -> int:
     show = _table_in_place() if sys.stdout.isatty() else _changed_lines()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            now, runs = time.time(), one or find_runs.all_run_folders()
+            now = time.time()
+            runs = one or find_runs.without_old_runs(find_runs.all_run_folders(), now=now)
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
             show(found, now)
             if one and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found):

@@ -1,16 +1,12 @@
-"""Rules between the layout of a run's ranks and its model: experts, latent attention, FP8, and elastic training.
+"""Rules between the layout of a run's ranks and its model: experts, latent attention, and FP8.
 
-Each `check_...` function raises ValueError if the settings contradict each other. `elastic_nodes` lists the smaller
-numbers of nodes for which the config is valid.
+Each `check_...` function raises ValueError if the settings contradict each other.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Literal
-
-from pydantic import ValidationError
 
 from relayrun.config.compose.trainers import CommonConfig, check_multiple
 from relayrun.config.sections.checkpoint import CheckpointSection
@@ -47,42 +43,6 @@ class LayoutConfig(CommonConfig):
         """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
         own = self.parallel
         return own.tensor_model_parallel_size * own.pipeline_model_parallel_size * own.context_parallel_size
-
-
-def elastic_nodes(config: LayoutConfig) -> list[int]:
-    """Return the numbers of nodes below `job.nodes` for which the config is valid, descending; empty without `elastic`.
-
-    A valid number keeps the split of the model and gives whole micro-batches to every replica. The replicas divide the
-    global batch, so few numbers qualify.
-    """
-    training, found = config.training, []
-    for nodes in range(config.job.nodes - 1, 0, -1) if training.elastic else ():
-        replicas, rest = divmod(nodes * config.job.ntasks_per_node, config.model_parallel_size)
-        if not rest and not training.global_batch_size % (replicas * training.micro_batch_size):
-            values = config.model_dump()
-            values["job"] |= {"nodes": nodes}
-            values["training"] |= {"elastic": False}  # or each number would try all smaller ones
-            with contextlib.suppress(ValidationError):
-                type(config).model_validate(values)
-                found.append(nodes)
-    return found
-
-
-def check_elastic(config: LayoutConfig) -> None:
-    """Raise ValueError if a run with `training.elastic` cannot continue with fewer nodes."""
-    if not config.training.elastic:
-        return
-    if config.chain.recovery != "node":
-        raise ValueError(
-            "training.elastic: the ranks of the nodes that are left go on inside the job; "
-            "set chain.recovery=node, or leave it out"
-        )
-    if not elastic_nodes(config):
-        raise ValueError(
-            f"training.elastic: on fewer nodes than job.nodes {config.job.nodes} this config is refused; set "
-            "training.global_batch_size to a multiple of micro_batch_size x data-parallel size for some smaller number "
-            "of nodes as well, or leave it out"
-        )
 
 
 def expert_layer_pattern(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:

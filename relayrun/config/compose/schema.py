@@ -39,11 +39,6 @@ class RunConfig(layout_rules.LayoutConfig):
     """
 
     @property
-    def outlives_nodes(self) -> str | None:
-        """The setting with which a job survives the loss of a node; None: it does not."""
-        return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
-
-    @property
     def optimizer_parts(self) -> int:
         """Ranks that divide the optimizer's state of a part of the model."""
         if not self.parallel.use_distributed_optimizer:
@@ -80,7 +75,6 @@ class RunConfig(layout_rules.LayoutConfig):
         self._check_document_windows()
         self._check_lanes()
         self._check_schedule()
-        layout_rules.check_elastic(self)
         return self
 
     def _check_memory_copies(self) -> None:

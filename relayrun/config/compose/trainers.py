@@ -80,18 +80,18 @@ class CommonConfig(Section):
                     f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
                     "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"
                 )
-        if (setting := self.outlives_nodes) is None:
+        if not self.job.spare_nodes:
             return self
         if batch_system(self.cluster.scheduler).one_machine:
-            raise ValueError(f"{setting}: scheduler {self.cluster.scheduler} has one machine; leave it out")
+            raise ValueError(f"job.spare_nodes: scheduler {self.cluster.scheduler} has one machine; leave it out")
         if self.job.sbatch.get("gpus"):
             raise ValueError(
-                f"job.sbatch: --gpus is of the whole job, and with {setting} the next one may have fewer nodes; "
+                "job.sbatch: --gpus is of the whole job, and with job.spare_nodes the next one may have fewer nodes; "
                 "set job.gpus_per_node, and leave it out"
             )
         if self.cluster.container.runtime != "none":
             raise ValueError(
-                f"{setting}: where the batch host is lost, an agent asks Slurm by its commands, which a container "
+                "job.spare_nodes: where the batch host is lost, an agent asks Slurm by its commands, which a container "
                 "does not have; leave it out, or set cluster.container.runtime=none"
             )
         return self
@@ -113,11 +113,6 @@ class CommonConfig(Section):
                 "set evaluation.tasks or evaluation.command"
             )
         return self
-
-    @property
-    def outlives_nodes(self) -> str | None:
-        """The setting with which a job survives the loss of a node; None: it does not."""
-        return "job.spare_nodes" if self.job.spare_nodes else None
 
     @property
     def checkpoint_section(self) -> CheckpointSection | None:

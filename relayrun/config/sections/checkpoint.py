@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
+from relayrun.errors import why_url_is_refused
 
 
 class MirrorSection(Section):
-    """Copies of checkpoints in a second place. Each is read back in full before it counts."""
+    """Copies of checkpoints in a second place, made at the lowest priority. Each is read back in full before it
+    counts."""
 
     path: SingleLine
-    """An existing absolute folder on another file system than the run, or a URL that fsspec can write below
-    (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
+    """An existing absolute folder on another file system than the run; copies lie in PROJECT/NAME below it."""
     keep_last: Positive = 2
     """Newest copies to keep."""
     keep_every: Positive | None = None
     """Copies whose iteration is a multiple of this are never removed."""
-    megabytes_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Maximum rate of copies, in 10^6 bytes a second; default: unlimited, at the lowest priority."""
 
     @field_validator("path")
     @classmethod
     def _absolute(cls, value: str) -> str:
-        if "://" in value:
-            return _url(value)
         if not value.startswith("/"):
-            raise ValueError("is relative; write the absolute path of a folder, or a URL")
+            raise ValueError(why_url_is_refused(value) or "is relative; write the absolute path of a folder")
         return value
-
-
-def _url(value: str) -> str:
-    """Return a URL for copies, without slashes at its end."""
-    scheme, _, rest = value.partition("://")
-    if re.match(r"[^/]*:[^/]*@", rest):
-        raise ValueError("has a password in it, which would be written into files: set credentials in the environment")
-    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or re.search(r"::|[?#*\[\]]|//|\s", rest):
-        raise ValueError("is no URL of a folder: write SCHEME://BUCKET/FOLDER, without options and patterns")
-    if scheme in ("http", "https"):
-        raise ValueError("is a page that can only be read: write the URL of a store, such as s3://BUCKET/FOLDER")
-    return value.rstrip("/")
 
 
 class CheckpointSection(Section):
@@ -66,10 +50,10 @@ class CheckpointSection(Section):
     mirror: MirrorSection | None = None
     """Destination of copies of committed checkpoints, made beside the jobs and by `relayrun checkpoint mirror`;
     default: nowhere. `relayrun checkpoint restore` brings a copy back."""
-    memory_interval: Literal["auto"] | NonNegative = 0
+    memory_interval: NonNegative = 0
     """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node and the
     next one (/dev/shm), from which restarted ranks resume. Takes the memory of two copies, on several nodes of four.
-    `auto`: as often as 2 % of the steps' time allow. 0: resume from the disk."""
+    0: resume from the disk."""
     load: str | None = None
     """First checkpoint of a run without its own: another run (its directory, or PROJECT/NAME), the folder of a
     checkpoint, or a folder of Megatron-LM's checkpoints; `:ITERATION` selects another than the newest."""

@@ -119,7 +119,7 @@ class JobSection(JobPlacement):
     time: SlurmTime
     """Time limit of a job of the chain: MM, HH:MM:SS or D-HH:MM:SS."""
     nodes: Positive = 1
-    """Nodes of a job whose ranks train."""
+    """Nodes of a job whose ranks train, ntasks_per_node on each."""
     spare_nodes: NonNegative = 0
     """Further nodes of a job, with `chain.recovery: node` on Slurm: a spare node replaces a lost node inside the same
     job. Until then spare nodes are idle, and cost as much."""

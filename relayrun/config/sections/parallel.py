@@ -31,7 +31,7 @@ class ParallelSection(Section):
     """Ranks over which every expert is split; None: tensor_model_parallel_size. With 1 every expert is whole, and
     tensor-parallel ranks hold different ones, or replicas of them."""
     use_distributed_optimizer: bool = False
-    """Split the optimizer's state over the data-parallel ranks."""
+    """Split Adam's state over the data-parallel ranks: 6 + 12 / ranks bytes a parameter instead of 18, in bf16."""
     num_distributed_optimizer_instances: Positive = 1
     """Groups of data-parallel replicas that each hold the whole optimizer state, divided among the group. Gradients are
     reduced within a group and then between groups, weights are gathered within a group: less traffic on the slow links

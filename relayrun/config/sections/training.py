@@ -210,10 +210,6 @@ class TrainingSection(Section):
     precision: Literal["fp32", "bf16"] | None = None
     """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32. None:
     fp32, on CPUs only; required on GPUs, where bf16 is many times faster."""
-    elastic: bool = False
-    """With chain.recovery `node` on Slurm: if a node is lost and no spare node is left, continue inside the same job
-    with fewer replicas on the remaining nodes. Samples and global batches stay the same; rounding differs from that of
-    all nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
     deterministic: bool = False
     """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
     the same versions, is exact; slower. On CPUs a resume is always exact. See `relayrun help exactness`."""

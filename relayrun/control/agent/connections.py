@@ -24,12 +24,15 @@ from relayrun.control.agent.authentication import AttemptKey
 from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.agent.messages import GONE, Message, MessageSocket, message_error
 from relayrun.control.rundir.records import RefusedConnections
+from relayrun.files import raise_open_file_limit
 
 ACCEPT_SECONDS = 1.0
 """Seconds without a new connection after one could not be accepted, for example with too many open files; and between
 two records of refused ones."""
 MOST_STRANGERS = 256
 """Maximum connections without a proof; the oldest of the address with most of them makes room."""
+FEW_FILES = 500
+"""Open files beyond which the limit of them is raised: its usual value, 1,024, is too low for a thousand agents."""
 NARROW_SECONDS = 30.0
 """Seconds without a connection after which the coordinator listens on all addresses: other nodes may know this one by
 another address."""
@@ -79,11 +82,6 @@ class AgentConnections:
         if self.listener is not None:
             self.listener.setblocking(False)  # who connected may have gone again
             selector.register(self.listener, selectors.EVENT_READ, self._accept)
-
-    @property
-    def pause(self) -> float:
-        """Seconds after which `look` must be called again."""
-        return self.coordinator.pause
 
     def look(self) -> None:
         """Handle everything that no message announces; called now and then."""
@@ -155,6 +153,8 @@ class AgentConnections:
                 self.say(f"no agent's connection can be accepted for now: {error.strerror or error}")
             self._said = True
             return
+        if connection.fileno() > FEW_FILES:
+            raise_open_file_limit()
         lines = MessageSocket(connection, longest=authentication.LONGEST_HANDSHAKE)
         self._strangers[lines] = stranger = Stranger(str(address[0]), secrets.token_hex(16), time.monotonic())
         self._selector.register(lines, selectors.EVENT_READ, partial(self._read, lines, None))

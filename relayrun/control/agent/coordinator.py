@@ -81,7 +81,7 @@ class Coordinator:
         self._between = foreign_restart_of(run, plan, attempt, say=say)
         self._run, self._plan, self._attempt, self._links, self._say = run, plan, attempt, links, say
         wanted = plan.nodes if plan.outlives_nodes else nodes
-        self._places = NodeRanks(wanted, spare=nodes - wanted, elastic=plan.elastic_nodes)
+        self._places = NodeRanks(wanted, spare=nodes - wanted)
         self._heard = AgentContacts(dict(enumerate(names)))
         self.code: int | None = None
         """Exit code of the attempt, once all agents were told to leave."""
@@ -139,9 +139,9 @@ class Coordinator:
 
     def look(self) -> None:
         """Handle everything that time brings: hangs, requests, late nodes, late records; called now and then."""
-        if self._phase == "running":
-            self._look_for_hang()
-        if self._requests.look():
+        if self._requests.look():  # once a second: messages of thousands of agents come in between
+            if self._phase == "running":
+                self._look_for_hang()
             if self._places.nodes and (link := self._links.get(self._places.nodes[0])) is not None:
                 link.send("requests", asked=self._requests.asked)
             if self._requests.hang is not None and self._phase == "running":
@@ -189,7 +189,7 @@ class Coordinator:
         """Return whether the agent of this node may say hello: never after its node was given up."""
         if (lost := self._places.lost.get(node)) is not None:
             self._say(f"{self._name(node)} was given up, and is not taken in again: {lost.words}")
-        return node in self._places.missing(self._links)
+        return lost is None and node not in self._links and node < self._places.wanted + self._places.spare
 
     def given_up(self) -> set[int]:
         """Return the nodes that were given up."""
@@ -232,8 +232,13 @@ class Coordinator:
 
     def _gather(self) -> None:
         """Begin the first start when every expected node is there, or when the wait for the others is over."""
-        there = [node for node in self._there() if self._health is None or self._health.knows(node)]
         places, waited = self._places, time.monotonic() - self._heard.greeted
+        said = (
+            len(self._heard.ports) if self._health is None else min(len(self._heard.ports), len(self._health.reported))
+        )
+        if said < places.left and waited <= GATHER_SECONDS and places.fitting(places.left):
+            return  # each message of each node comes here
+        there = [node for node in self._there() if self._health is None or node in self._health.reported]
         enough = waited > GATHER_SECONDS and len(there) >= places.wanted
         if not places.fitting(places.left):
             self._too_few()
@@ -292,8 +297,8 @@ class Coordinator:
 
     def _look_for_end(self) -> None:
         """Check whether no rank of the restart is left; every agent that was told to end must say so."""
-        waits = self._places.nodes if self._phase == "running" else self._links
-        if self._current.ended.issuperset(waits):
+        waits, ended = self._places.nodes if self._phase == "running" else self._links, self._current.ended
+        if len(ended) >= len(waits) and ended.issuperset(waits):  # compared with all nodes at the end alone
             self._all_gone()
 
     def _look_for_unended(self) -> None:
@@ -311,11 +316,12 @@ class Coordinator:
         self._current = self._current.following(base=start, source=source, given_out=time.time())
         self._phase, self._hangs = "running", hang_detection.HangDetector()
         places = self._places.nodes
+        place_of = {node: place for place, node in enumerate(places)}
         for node, link in self._links.items():
             link.send(
                 "start",
                 restart=self._current.number,
-                place=places.index(node) if node in places else None,
+                place=place_of.get(node),
                 nodes=len(places),
                 base_iteration=base.iteration,
                 base_path=base.path,
@@ -337,10 +343,10 @@ class Coordinator:
         self._phase, self._current.noticed, self._current.told_to_end = "ending", time.time(), time.monotonic()
         if self._between is not None:
             self._between.ended()
-        if self._health is not None:
-            self._health.ask_for_clocks(self._links, self._links)
         for link in self._links.values():
             link.send("end", restart=self._current.number)
+        if self._health is not None:  # behind the orders: five questions to each of thousands of nodes take a while
+            self._health.ask_for_clocks(self._links, self._links)
 
     def _all_gone(self) -> None:
         if self._phase == "running":  # every rank left by itself, with exit code 0

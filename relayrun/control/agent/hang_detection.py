@@ -21,8 +21,9 @@ from relayrun.control.rundir.records import Hang
 
 _RECORD = struct.Struct("<QqddQ24s")
 """Sections entered, iteration, start of the section (by time.monotonic, one clock per node), limit, process, name."""
-QUIET_SECONDS = 2.0
-"""An agent reports its ranks' activity if none of them progressed for this time."""
+QUIET_SECONDS = 30.0
+"""An agent reports its ranks' activity if none of them progressed for this time, or for its limit if that is shorter.
+Reports of ordinary long steps would be a megabyte a second of thousands of nodes."""
 STOPPED_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
 """States of a process in which it is idle, by the letter of /proc/PID/stat."""
 SET_UP = "set-up"

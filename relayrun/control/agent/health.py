@@ -237,9 +237,10 @@ class JobHealth:
         """Ask these nodes for their time."""
         self._clocks.ask(links, nodes)
 
-    def knows(self, node: int) -> bool:
-        """Return whether this node has reported its facts."""
-        return node in self._facts
+    @property
+    def reported(self) -> Collection[int]:
+        """Nodes that have reported their facts."""
+        return self._facts.keys()
 
     def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_restart: int) -> tuple[dict[int, str], bool]:
         """Judge these nodes by the facts since the last look, and record the findings.

@@ -6,7 +6,7 @@ A node's rank is the number by which its ranks are counted; a spare node has non
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from relayrun.control.agent.messages import Message
 from relayrun.control.decisions import Death
@@ -64,11 +64,10 @@ class NodeRanks:
 
     Args:
         wanted: number of nodes that train; spare: number of further nodes.
-        elastic: smaller numbers of nodes with which training may continue.
     """
 
-    def __init__(self, wanted: int, *, spare: int = 0, elastic: Sequence[int] = ()) -> None:
-        self.wanted, self.spare, self._elastic = wanted, spare, elastic
+    def __init__(self, wanted: int, *, spare: int = 0) -> None:
+        self.wanted, self.spare = wanted, spare
         self.nodes: list[int] = []
         """The node of each node rank; empty before the first start."""
         self.lost: dict[int, Death] = {}
@@ -94,7 +93,7 @@ class NodeRanks:
     @property
     def outlive_nodes(self) -> bool:
         """The first node rank may move to another node."""
-        return self.spare > 0 or bool(self._elastic)
+        return self.spare > 0
 
     def at(self, place: int) -> int | None:
         """Return the node with this node rank; None without one, as for a rank of an earlier layout."""
@@ -106,7 +105,7 @@ class NodeRanks:
 
     def fitting(self, available: int) -> int:
         """Return the number of nodes, out of `available`, with which training can continue; 0: none."""
-        return max((nodes for nodes in (self.wanted, *self._elastic) if nodes <= available), default=0)
+        return self.wanted if self.wanted <= available else 0
 
     def gone(self) -> list[int]:
         """Return nodes with a node rank that were given up."""
@@ -118,16 +117,14 @@ class NodeRanks:
         return dict(zip(self.gone(), spare, strict=False))
 
     def following(self, taken: dict[int, int]) -> list[int]:
-        """Return the nodes of the next restart by node rank: with replacements, or fewer; empty if it is impossible."""
+        """Return the nodes of the next restart by node rank, with replacements; empty if it is impossible."""
         left = [taken.get(node, node) for node in self.nodes if node in taken or node not in self.lost]
-        return left if len(left) == len(self.nodes) else left[: self.fitting(len(left))]
+        return left if len(left) == len(self.nodes) else []
 
     def why_none(self, names: str) -> str:
         """Return in words why no restart is possible. `names`: of the lost nodes without a replacement."""
         if sick := [death for node in self.gone() if (death := self.lost[node]).sick]:
             return f"{sick[0].node} is sick: {sick[0].error}"
-        if self._elastic:
-            return "too few nodes are left"
         if self.spare:
             return "no spare node is left"
         words = {death.error for node in self.gone() if (death := self.lost[node]).unended}

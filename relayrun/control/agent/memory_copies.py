@@ -74,13 +74,6 @@ def read_copies(folder: Path) -> list[NodeMemoryCopy]:
     return found
 
 
-def remove_copies(folder: Path) -> None:
-    """Remove the copies in this folder, while no rank lives."""
-    for path in folder.glob("*-*.*"):
-        if _NAME.fullmatch(path.name):
-            path.unlink()
-
-
 def newest_complete_copy(copies: Iterable[NodeMemoryCopy], *, ranks: int, after: int) -> tuple[int, str] | None:
     """Return the newest iteration after `after` with a copy for each of these ranks, and the source of most copies.
 

@@ -29,7 +29,6 @@ from relayrun.control.agent.memory_copies import (
     SHARED_MEMORY,
     make_memory_folder,
     read_copies,
-    remove_copies,
 )
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts
@@ -140,7 +139,7 @@ class NodeAgent:
         if self._health is not None:
             self._health.look(lambda facts: self._upward.send("health", facts=facts))
         while self._code is None:
-            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.pause):
+            for key, _ in self._watch.select(AGENT_BEAT_SECONDS if reception is None else reception.coordinator.pause):
                 key.data()
             if time.monotonic() - self._beat >= AGENT_BEAT_SECONDS:
                 self._beat = time.monotonic()
@@ -179,7 +178,9 @@ class NodeAgent:
 
     def _server_ended(self, server: RankServerProcess) -> None:
         """Read the last messages of the server: processes of its ranks may hold its socket open."""
-        while self._server is server and select.select([server.lines], [], [], 0)[0]:
+        more = select.poll()
+        more.register(server.lines, select.POLLIN)
+        while self._server is server and more.poll(0):
             self._from_server(server)
         if self._server is server:
             self._server_gone()
@@ -225,14 +226,12 @@ class NodeAgent:
         if self._memory is None or len(self._alive) < len(self._ranks):
             return None
         found = hang_detection.read_activity(self._memory, self._ranks, self._stopped)
-        still = len(found) == len(self._ranks) and all(one.seconds > hang_detection.QUIET_SECONDS for one in found)
-        return found if found and still else None
+        quiet = all(one.seconds > min(one.limit, hang_detection.QUIET_SECONDS) for one in found)
+        return found if found and len(found) == len(self._ranks) and quiet else None
 
     def _start(self, message: Message) -> None:
         self._ranks = ranks_of_node(message["place"], self._plan.ntasks_per_node)
-        before, self._world_size = self._world_size, message["nodes"] * self._plan.ntasks_per_node
-        if before not in (0, self._world_size) and self._memory is not None:
-            remove_copies(self._memory)  # copies of another layout
+        self._world_size = message["nodes"] * self._plan.ntasks_per_node
         self.restart, self._told_to_end, self._alive = message["restart"], False, set(self._ranks)
         if self._server is None:
             self._start_server()

@@ -6,6 +6,7 @@ watch has recorded it, and then moves everything beyond the next start (`Foreign
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -107,11 +108,10 @@ class ForeignRestart:
             result.set_exception(error)
 
     def _log_is_whole(self, number: int, nodes: Collection[str]) -> bool:
-        wanted = {node: f" {node}] {restart_ranks_exited_line(number)}" for node in nodes}
+        said = re.compile(rf" (\S+)\] {re.escape(restart_ranks_exited_line(number))}")
         for lines, found in self._logs:
-            for line in lines.read():
-                found |= {node for node, words in wanted.items() if words in line}
-        missing = sorted({node for _, found in self._logs for node in wanted.keys() - found})
+            found |= {node for line in lines.read() for node in said.findall(line)}
+        missing = sorted({node for _, found in self._logs for node in set(nodes) - found})
         if missing and time.monotonic() - self._since > LOG_COMPLETE_SECONDS:
             self._say(
                 f"the last words of {', '.join(missing)} are not in the log; what else its ranks said may be lost"
@@ -314,7 +314,7 @@ def _next_start(
     base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
     nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
     found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration)
-    if found is None or len(nodes) != len(places.nodes):  # copies are of as many ranks as made them
+    if found is None:
         return NextStart(base, None, "disk", nodes, taken)
     return NextStart(base, *found, nodes, taken)
 
@@ -362,7 +362,6 @@ def _judge_restart(
         reason=reason or "",
         steps_lost=max(0, iteration - start.iteration),
         lost={name(node): name(start.taken[node]) if node in start.taken else "" for node in gone},
-        nodes=len(start.nodes) if reason is None and len(start.nodes) < len(places.nodes) else 0,
         log_size=log_size(attempt.started_record().log),
         seconds={"end": current.over - current.noticed},
     )

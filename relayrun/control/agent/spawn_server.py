@@ -65,17 +65,11 @@ class SpawnServer(RankServer):
 
     def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
         """Return the attempt's begin, and the same with the base of the restart that these arguments are for."""
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--run-dir", type=Path)
-        parser.add_argument("--attempt", type=int)
-        parser.add_argument("--base-iteration", type=int)
-        parser.add_argument("--base-path")
-        options = parser.parse_args(arguments)
-        attempt = self.run.attempt(options.attempt)
-        begin = attempt.started_record()
-        if options.base_iteration is None:
+        given = dict(word.removeprefix("--").split("=", 1) for word in arguments)
+        begin = self.run.attempt(int(given["attempt"])).started_record()
+        if "base-iteration" not in given:
             return begin, begin
-        return begin, replace(begin, base_iteration=options.base_iteration, base_path=options.base_path)
+        return begin, replace(begin, base_iteration=int(given["base-iteration"]), base_path=given.get("base-path"))
 
 
 def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:

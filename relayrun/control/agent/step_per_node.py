@@ -31,6 +31,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
+from relayrun.files import raise_open_file_limit
 
 NODE_VARIABLE = "RELAYRUN_NODE"
 """Environment variable of an agent that is a step of its own: the number of its node in the job, from 0 on."""
@@ -57,6 +58,7 @@ class AgentSteps:
 
     def watch(self, selector: selectors.BaseSelector, reception: AgentConnections) -> None:
         """Register the end of each step."""
+        raise_open_file_limit()  # behind the start of the steps: srun would hand it on to their tasks
         for number, process in self._running.items():
             fd = os.pidfd_open(process.pid)
             selector.register(fd, selectors.EVENT_READ, partial(self._gone, selector, fd, number, reception))
@@ -104,7 +106,7 @@ def main() -> int:
     steps.watch(selector, reception)
     deadline: float | None = None
     while steps.left() - coordinator.given_up() or coordinator.code is None:
-        for key, _ in selector.select(reception.pause):
+        for key, _ in selector.select(coordinator.pause):
             key.data()
         reception.look()
         steps.end(coordinator.given_up())

@@ -2,7 +2,7 @@
 
 After two failures within a day a node is excluded, up to 5% of the nodes or one node; a node that fails its health
 check is excluded at once. If too few other nodes are up, an excluded node is used again, and the next job may start
-with fewer nodes if it has spare or elastic ones.
+with fewer nodes if it has spare ones.
 """
 
 from __future__ import annotations

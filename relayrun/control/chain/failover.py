@@ -52,7 +52,8 @@ def run_fallback_job(run: Run) -> int:
     if live:
         last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
-        jobs.queue_fallback_job(run, plan, last.id, failed_begins=known.failed_begins if known else 0)
+        count = known.failed_begins if known else 0
+        jobs.queue_fallback_job(run, plan, last.id, failed_begins=count, patience=FALLBACK_PATIENCE)
         return 0
     failed = scheduler.query(order.job_id)
     ended = _chain_end(run, plan, scheduler, order, failed)
@@ -118,7 +119,7 @@ def _queue_next(
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
     requested_options.record_accepted(run, scheduler, job_id)
-    jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
+    jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count, patience=FALLBACK_PATIENCE)
     try:
         fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))
     except SchedulerError as error:  # a site may forbid changes of jobs; the new fallback job knows the count

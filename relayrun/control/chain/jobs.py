@@ -35,19 +35,25 @@ SOMEBODY = "somebody"
 
 
 def queue_fallback_job(
-    run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str] | None = None, failed_begins: int = 0
-) -> None:
-    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin.
-    `options`: of that job beside the plan's; None: the wished ones."""
-    scheduler = scheduler_for_plan(plan, run, patience=0)
+    run: Run,
+    plan: Plan,
+    job_id: str,
+    *,
+    options: Mapping[str, str] | None = None,
+    failed_begins: int = 0,
+    patience: float = 0,
+) -> bool:
+    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin;
+    return False if Slurm did not answer. `options`: of that job beside the plan's; None: the wished ones."""
+    scheduler = scheduler_for_plan(plan, run, patience=patience)
     jobs = scheduler.fallback_jobs
     if not plan.fallback_job or jobs is None:
-        return
+        return True
     order = FallbackOrder(job_id=job_id, failed_begins=failed_begins)
     try:
         former = [job.id for job in scheduler.live_fallback_jobs(plan) if job.waits]
         if former and _move_fallback_job(jobs, former[0], order):
-            return
+            return True
         given = requested_options.wished_options(run) if options is None else options
         planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
         jobs.queue(
@@ -62,6 +68,15 @@ def queue_fallback_job(
                 scheduler.cancel(job.id)
     except SchedulerError as error:
         log_line(f"no fallback job behind job {job_id}: {error.message}")
+        return not isinstance(error, slurm_commands.NoAnswerError)
+    return True
+
+
+def queue_owed_fallback_job(run: Run, plan: Plan, attempt: Attempt) -> None:
+    """Queue the fallback job behind the successor for which Slurm did not answer before."""
+    known = SuccessorJob.read(attempt.successor)
+    if known is not None and known.fallback_owed and queue_fallback_job(run, plan, known.job_id):
+        replace(known, fallback_owed=False).write(attempt.successor)
 
 
 def _move_fallback_job(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
@@ -112,12 +127,12 @@ def ensure_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
         requested_options.record_accepted(run, _hasty(run, plan), job_id)
     for job in found[1:]:  # the answer to a submit was lost, and a second job was submitted
         cancel_job(scheduler, job)
+    owed = not queue_fallback_job(run, plan, job_id)
     try:
-        SuccessorJob(job_id=job_id, time=time.time()).write(attempt.successor)
+        SuccessorJob(job_id=job_id, time=time.time(), fallback_owed=owed).write(attempt.successor)
         attempt.retry_successor.unlink(missing_ok=True)
     except OSError as error:  # it is queued; its cancellation will go unnoticed
         log_line(f"{attempt.successor.name} not written: {error}")
-    queue_fallback_job(run, plan, job_id)
     return job_id
 
 
@@ -148,7 +163,7 @@ def read_chain_end_from_comment(job: Job | None) -> ChainEnd | None:
 
 
 def record_cancelled_successor(
-    attempt: Attempt, scheduler: Scheduler, *, note_waiting: Callable[[Job], None] = lambda _: None
+    attempt: Attempt, scheduler: Scheduler, *, note_waiting: Callable[[Job], object] = lambda _: None
 ) -> SuccessorJob | None:
     """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError.
     `note_waiting` gets a successor that waits."""

@@ -72,13 +72,13 @@ def record_accepted(run: Run, scheduler: Scheduler, job_id: str) -> None:
     _write(run, _with_accepted(known, job_id, job.options if job else {}), before=known)
 
 
-def note_changes(run: Run, plan: Plan, job: Job, *, defaults: Callable[[], Mapping[str, str]] = dict) -> None:
-    """Record the options of a waiting or beginning job that a person changed since Slurm accepted it. `defaults`: those
-    of a job that asks for none, which a launcher's job may have got unasked."""
+def note_changes(run: Run, plan: Plan, job: Job, *, defaults: Callable[[], Mapping[str, str]] = dict) -> bool:
+    """Record the options of a waiting or beginning job that a person changed since Slurm accepted it; return whether
+    there were any. `defaults`: those of a job that asks for none, which a launcher's job may have got unasked."""
     known = read_requests(run)
     accepted = known.accepted.get(job.id, {} if job.of_chain else None)  # a full disk may have taken no record
     if not (accepted or job.options):
-        return
+        return False
     if accepted is None:
         before = {**defaults()} | {name: value or "" for name, value in plan.sbatch_options.items()}
         before |= {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task)}
@@ -95,6 +95,7 @@ def note_changes(run: Run, plan: Plan, job: Job, *, defaults: Callable[[], Mappi
         log_line(f"a person changed {name} of job {job.id} to {value}; the next jobs request the same")
     options = {} if accepted is None else before | changed
     _write(run, _with_accepted(replace(known, changes=changes), job.id, options), before=known)
+    return bool(changed)
 
 
 def _is_change(plan: Plan, job: Job, name: str, before: str) -> bool:

@@ -135,10 +135,10 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     if trainer_of(plan, run).lacks_hashes:
         base = intact_base(run, line, base, attempt=max(run.attempt_numbers(), default=0) + 1)
     job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
-    requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
+    changed = requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, rolled_back=chosen is not None)
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
-    followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id)
+    followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, changed=changed)
     # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it
     _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
@@ -293,9 +293,13 @@ def _open_attempt(
     return attempt
 
 
-def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> bool:
-    """Queue the next job; return whether one waits. On an error `watch` tries again."""
+def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, *, changed: bool) -> bool:
+    """Queue the next job; return whether one waits. On an error `watch` tries again. `changed`: a person changed this
+    job while it waited."""
     try:
+        # the end of the job before may have queued one that does not know the change
+        for job in jobs.pending_jobs(plan, scheduler, own=own) if changed else []:
+            jobs.cancel_job(scheduler, job)
         jobs.ensure_successor(run, plan, scheduler, attempt, own=own)
     except SchedulerError as error:
         attempt.retry_successor.touch()

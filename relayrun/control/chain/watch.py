@@ -336,7 +336,8 @@ class Watch:
         self._next_try = time.monotonic() + self._pause
         if not self.attempt.retry_successor.exists():
             note = partial(requested_options.note_changes, self.run, self.plan)
-            jobs.record_cancelled_successor(self.attempt, self.scheduler, note_waiting=note)
+            if jobs.record_cancelled_successor(self.attempt, self.scheduler, note_waiting=note) is None:
+                jobs.queue_owed_fallback_job(self.run, self.plan, self.attempt)
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()

@@ -70,8 +70,6 @@ class Attempt:
     """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
     restart_base = PathIn("restart.json")
     """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
-    memory_intervals = PathIn("memory_intervals.jsonl")
-    """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""
     metrics = PathIn(METRICS_NAME)
     """One line per iteration, by rank 0."""
     failed_saves = PathIn("failed_saves.jsonl")

@@ -201,7 +201,7 @@ def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
     if folder_commits_path(folder.parent).is_file():
-        own = (each for each in folder_commits(folder.parent, superseded=True) if each.path == folder.name)
+        own = (each for each in folder_commits(folder.parent) if each.path == folder.name)
         return next((replace(each, path=str(folder)) for each in own), None)
     if folder.parent.name != "checkpoints":
         return None
@@ -216,19 +216,20 @@ def folder_commits_path(folder: Path) -> Path:
     return folder / "commits.jsonl"
 
 
-def folder_commits(folder: Path, *, superseded: bool = False) -> Iterator[CheckpointCommit]:
-    """Yield the commits of such a folder that count, newest first; each `path` is a name in it. `superseded`: also the
-    others. Raises RunDirError for a damaged record, or a name that leads elsewhere."""
+def folder_commits(folder: Path) -> Iterator[CheckpointCommit]:
+    """Yield the commits of such a folder that count, newest first; each `path` is a name in it. Raises RunDirError for
+    a damaged record, or a name that leads elsewhere."""
     before = sys.maxsize
     for _, record in read_json_lines_backwards(folder_commits_path(folder)):
         try:
             commit = CheckpointCommit.of(record)
             if "/" in commit.path or commit.path.startswith(".") or any(map(leads_out, commit.files)):
                 raise TypeError("a name that leads elsewhere")
-            counts, before = commit.iteration < before, min(before, commit.iteration)
+            counts = commit.iteration < before
         except (TypeError, AttributeError) as error:
             raise RunDirError(f"unreadable record: {error}", where=folder_commits_path(folder)) from None
-        if counts or superseded:
+        if counts:
+            before = commit.iteration
             yield commit
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from relayrun import places
 from relayrun.control.rundir.campaign import is_campaign, read_membership
 from relayrun.control.rundir.plan import Plan, read_plan_format
-from relayrun.control.rundir.run import PLAN_NAME, Run
+from relayrun.control.rundir.run import PLAN_NAME, STOP_NAME, Run
 from relayrun.errors import RunDirError, did_you_mean
 from relayrun.files import RealPathCache
+
+OLD_SECONDS = 30 * 86400.0
+"""Age of the end of a chain at which looks at all runs leave it out: there may be thousands."""
 
 
 def runs_folder() -> Path:
@@ -72,6 +76,17 @@ def _nearest_run(name: str, path: Path) -> str:
 def all_run_folders() -> list[Run]:
     """Return all directories project/name below logs/runs of the project, complete or not, except campaigns."""
     return [Run(path) for path in _project_run_folders() if not is_campaign(path)]
+
+
+def without_old_runs(runs: Iterable[Run], *, now: float) -> list[Run]:
+    """Leave out the runs whose chains ended long ago (OLD_SECONDS)."""
+    found = []
+    for run in runs:
+        with contextlib.suppress(OSError):  # the chain has not ended
+            if now - os.stat(f"{run.path}/{STOP_NAME}").st_mtime > OLD_SECONDS:
+                continue
+        found.append(run)
+    return found
 
 
 def _project_run_folders() -> list[Path]:

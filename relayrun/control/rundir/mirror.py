@@ -15,14 +15,6 @@ iter_0000100/           a copy; it does not count without its line
 
 A claim is written after the copy has its name, and withdrawn before the copy loses it.
 
-Below a URL, URL/PROJECT/NAME/, without rename and append:
-
-mirror.json             the run of these copies
-iter_0000100/           files of a copy, or of an unfinished one; it does not count without its claim
-copying/NAME.json       the commit whose files are being sent under this name
-copies/NAME.json        the claim, one object per verified copy; with `gone` it is withdrawn
-damaged/                copies that lost their claim
-
 Standard library only: `relayrun.train.mirror` reads and writes these files.
 """
 
@@ -47,13 +39,11 @@ class MirrorPolicy(Record):
     """`policy.json`: where a run's checkpoints are copied to, by the newest submit."""
 
     folder: str
-    """The folder of this run's copies, or its URL."""
+    """The folder of this run's copies."""
     id: str
     """Unique id of the run, which its copies carry."""
     keep_last: int
     keep_every: int | None = None
-    megabytes_per_second: float | None = None
-    """Maximum rate; None: unlimited."""
     program: list[str]
     """The copier's command; the run directory is appended."""
 
@@ -69,7 +59,7 @@ class MirrorOwner(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCopy(Record):
-    """A line of `copies.jsonl`, or an object in `copies/`: a verified copy, or its withdrawal."""
+    """A line of `copies.jsonl`: a verified copy, or its withdrawal."""
 
     name: str
     iteration: int
@@ -100,8 +90,8 @@ class CheckpointCopy(Record):
             self.checksum is not None or self.saved == commit.time
         )
 
-    def as_commit(self, folder: Path | str) -> CheckpointCommit:
-        """Return the copy in this folder, or below this URL, as a commit."""
+    def as_commit(self, folder: Path) -> CheckpointCommit:
+        """Return the copy in this folder as a commit."""
         return CheckpointCommit(
             iteration=self.iteration,
             path=f"{folder}/{self.name}",

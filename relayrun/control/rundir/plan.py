@@ -75,9 +75,6 @@ class Plan(Record):
     """Nodes whose ranks train."""
     spare_nodes: int = 0
     """Further nodes of each job, which replace lost nodes."""
-    elastic_nodes: list[int] = field(default_factory=list)
-    """Smaller numbers of nodes, largest first, with which the ranks of a job may continue if nodes are lost and no
-    spare node is left."""
     ntasks_per_node: int
     cpus_per_task: int
     sbatch_options: dict[str, str | None]
@@ -208,18 +205,16 @@ class Plan(Record):
     @property
     def outlives_nodes(self) -> bool:
         """True if a job continues after the loss of a node."""
-        return self.spare_nodes > 0 or bool(self.elastic_nodes)
+        return self.spare_nodes > 0
 
     @property
     def node_counts(self) -> list[int]:
         """Numbers of nodes with which a job can start, largest first."""
-        return [*range(self.nodes_of_job, self.nodes - 1, -1), *self.elastic_nodes]
+        return list(range(self.nodes_of_job, self.nodes - 1, -1))
 
     def training_nodes(self, num_nodes: int) -> int:
-        """Return how many of a job's `num_nodes` nodes train: all, or without spare nodes and at a permitted size."""
-        if not self.outlives_nodes:
-            return num_nodes
-        return max((nodes for nodes in (self.nodes, *self.elastic_nodes) if nodes <= num_nodes), default=num_nodes)
+        """Return how many of a job's `num_nodes` nodes train: all but the spare ones."""
+        return min(self.nodes, num_nodes) if self.outlives_nodes else num_nodes
 
     def rank_count(self, options: Mapping[str, str]) -> int:
         """Return how many ranks train in a job with these options of sbatch."""

@@ -252,6 +252,8 @@ class SuccessorJob(Record):
     cancelled: bool = False
     """Somebody has cancelled it, so that the chain ends with this attempt."""
     cancelled_by: str | None = None
+    fallback_owed: bool = False
+    """Slurm did not answer when a fallback job was to be queued behind it: the watch tries again."""
 
 
 @dataclass(frozen=True, kw_only=True)

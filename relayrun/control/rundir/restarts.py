@@ -157,8 +157,6 @@ class FailedRestart(Record):
     """Iterations that the next restart computes again."""
     lost: dict[str, str] = field(default_factory=dict)
     """Nodes that were given up, each with the spare node that replaces it; empty text if none was left."""
-    nodes: int = 0
-    """Number of nodes of the next restart if fewer are left; 0: as many as in this one."""
     log_size: int = 0
     """Bytes of the job's standard error at its end: lines before are of this restart and earlier ones."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -179,8 +177,6 @@ class FailedRestart(Record):
         if not self.again:
             return f"{text}; {self.reason}"
         text += "".join(f"; {spare} takes the place of {node}" for node, spare in self.lost.items() if spare)
-        if self.nodes:
-            text += f"; {self.nodes} {'nodes go' if self.nodes > 1 else 'node goes'} on without spare ones"
         text += f"; again from iteration {self.next_iteration}" + STATE_SOURCES.get(self.source, "")
         return text + (f", {seconds:.1f} s to the next step" if (seconds := self.seconds.get("all")) else "")
 

@@ -240,7 +240,8 @@ def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> 
     stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
     if fault.says not in f"{said}\n{stop}":
         wrong.append(f"nobody says {fault.says!r}")
-    logs = (last_bytes(log, LOG_BYTES_READ).decode(errors="replace") for log in job_output_files(run))
+    files = sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
+    logs = (last_bytes(file, LOG_BYTES_READ).decode(errors="replace") for file in files)
     if fault.logged and not any(fault.logged in text for text in logs):
         wrong.append(f"no log of its jobs says {fault.logged!r}")
     if fault.expect == "stopped" and not run.stop.exists():
@@ -248,10 +249,6 @@ def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> 
     if any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*")):
         wrong.append("a checkpoint that was not published lies in checkpoints/.staging")
     return wrong
-
-
-def job_output_files(run: Run) -> list[Path]:
-    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 
 
 def _fault_cost(run: Run) -> tuple[float, int, float]:

@@ -1,4 +1,4 @@
-"""A list of fault tests in a folder, its cost estimate and its report as text, JSON, Markdown and HTML.
+"""A list of fault tests in a folder, its cost estimate and its report as text, JSON and Markdown.
 
 FOLDER/drill.json          the cluster when the session began
 FOLDER/results/NAME.json   the result of a test; a finished test is not repeated
@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.terminal import parse_column_header, print_rows
-from relayrun.watch.report.html import render_page
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
@@ -35,26 +34,6 @@ MINUTES_PER_JOB = 3.0
 """Estimated minutes of a job, its start included."""
 LOSS_COLUMNS = ("seconds lost|n", "steps lost|n")
 TABLE_COLUMNS = ("fault", "what happened", "how attempts ended", *LOSS_COLUMNS, "bit for bit", "verdict")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionCost:
-    """Estimated cost of fault tests."""
-
-    rows: int
-    jobs: int
-    node_minutes: float
-    minutes: float
-    most_node_minutes: float
-    """Cost if every job runs to its time limit."""
-
-    @property
-    def words(self) -> str:
-        """The estimate as one sentence."""
-        return (
-            f"{self.rows} runs of a tiny model, one after the other: {self.jobs} jobs, about {self.node_minutes:.0f} "
-            f"node minutes (at most {self.most_node_minutes:.0f}) and {self.minutes:.0f} minutes beside the queue"
-        )
 
 
 def select_faults(names: str) -> list[Fault]:
@@ -98,17 +77,13 @@ class FaultSession:
         reference = self.result(UNDISTURBED.name)
         return [UNDISTURBED.name, *names] if names and (reference is None or not reference.passed) else names
 
-    def cost(self, names: Sequence[str]) -> SessionCost:
-        """Return the estimated cost of these tests."""
-        jobs = sum(len(TESTS[name].causes) for name in names)
-        nodes, site = self.site.nodes, self.site
+    def cost(self, names: Sequence[str]) -> str:
+        """Return the estimated cost of these tests, as one sentence."""
+        jobs, site = sum(len(TESTS[name].causes) for name in names), self.site
         minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
-        return SessionCost(
-            rows=len(names),
-            jobs=jobs,
-            node_minutes=minutes * nodes,
-            minutes=minutes,
-            most_node_minutes=float(jobs * nodes * site.minutes),
+        return (
+            f"{len(names)} runs of a tiny model, one after the other: {jobs} jobs, about {minutes * site.nodes:.0f} "
+            f"node minutes (at most {jobs * site.nodes * site.minutes}) and {minutes:.0f} minutes beside the queue"
         )
 
     def check(self) -> None:
@@ -212,19 +187,6 @@ def markdown_report(session: FaultSession) -> str:
     return "\n".join(lines) + "\n"
 
 
-def html_report(session: FaultSession) -> str:
-    """Return a drill as one HTML file."""
-    failed = session.failed_results()
-    return render_page(
-        "table.html",
-        title=session_headline(session),
-        facts=session_facts(session),
-        columns=TABLE_COLUMNS,
-        rows=table_rows(session),
-        details=[(result.name, result.wrong, f"Run directory: {result.run_dir}") for result in failed],
-    )
-
-
 def session_headline(session: FaultSession) -> str:
     """Return the number of passed faults, in one line."""
     done = [result for result in session.results() if result.name != UNDISTURBED.name]
@@ -247,18 +209,17 @@ def session_facts(session: FaultSession) -> list[str]:
 
 def table_rows(session: FaultSession) -> list[list[str]]:
     """Return the cells of the table."""
-    return [_result_cells(result) for result in session.results()]
-
-
-def _result_cells(result: FaultResult) -> list[str]:
     return [
-        result.name,
-        result.what,
-        ", ".join(result.seen) or "–",
-        f"{result.seconds_lost:.0f}",
-        str(result.steps_lost),
-        {True: "yes", False: "NO", None: "–"}[result.bit_for_bit],
-        "passed" if result.passed else "FAILED",
+        [
+            result.name,
+            result.what,
+            ", ".join(result.seen) or "–",
+            f"{result.seconds_lost:.0f}",
+            str(result.steps_lost),
+            {True: "yes", False: "NO", None: "–"}[result.bit_for_bit],
+            "passed" if result.passed else "FAILED",
+        ]
+        for result in session.results()
     ]
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.files import read_json_lines
@@ -128,12 +127,6 @@ class ClusterUnderTest:
                 self.order("scontrol", "update", f"JobId={job}", f"StartTime={start}")
             except SchedulerError:  # the job has started
                 continue
-
-    def _job(self, job_id: str) -> Job:
-        job = self.slurm.query(job_id)
-        if job is None:
-            raise FaultNotInjected(f"job {job_id} has gone", where=self.run.path)
-        return job
 
     def _shown(self, job: str) -> str:
         return self.ask("scontrol", "show", "job", "--oneliner", job)

@@ -6,11 +6,8 @@ raises, dies or hangs leaves a row with the reason and the figures measured befo
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import logging
-import os
 import secrets
 import shutil
 import signal
@@ -24,14 +21,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun import places
+from relayrun.control.scheduler.local_srun import kill_leftover_processes
 from relayrun.errors import ConfigError, RelayrunError, run_main
 from relayrun.files import read_json, write_json
 from relayrun.lab.gpucheck import report
 from relayrun.lab.gpucheck.report import CheckRow
 from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup, PartFigures, last_log_line, log_error, log_tail
 from relayrun.terminal import print_rows
-
-log = logging.getLogger(__name__)
 
 PROCESS_MARK = "GPU_CHECK_PART"
 """Environment variable of all processes of a part: jobs of the local scheduler have their own sessions, and do not
@@ -172,12 +168,10 @@ def run_parts(
             words = f": {found[-1].words}" if found[-1].words else ""
             say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s{words}")
     except KeyboardInterrupt:
-        done = {outcome.name for outcome in found}
-        for part in parts:
-            if part.name not in done:
-                figures = _read_figures(setup.parts / f"{part.name}.json")
-                words = "the check was interrupted"
-                found.append(PartOutcome(name=part.name, status="skipped", words=words, figures=figures))
+        for part in parts[len(found) :]:
+            figures = _read_figures(setup.parts / f"{part.name}.json")
+            words = "the check was interrupted"
+            found.append(PartOutcome(name=part.name, status="skipped", words=words, figures=figures))
     finally:
         signal.signal(signal.SIGTERM, before)
     return found
@@ -210,7 +204,7 @@ def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutco
         except subprocess.TimeoutExpired:
             status, words = "timeout", f"was ended after {seconds:.0f} s; the last it said: {last_log_line(log_file)}"
         finally:
-            kill_marked_processes(mark)
+            kill_leftover_processes({PROCESS_MARK: mark})
             process.wait()
     took = time.monotonic() - started
     return PartOutcome(name=part.name, status=status, seconds=took, words=words, figures=_read_figures(figures))
@@ -222,30 +216,6 @@ def _read_figures(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError):
         return {}
     return found
-
-
-def kill_marked_processes(mark: str) -> None:
-    """Kill all processes of this user with this mark in their environment, until none is left."""
-    needle = f"{PROCESS_MARK}={mark}".encode()
-    for _ in range(50):
-        found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has_mark(pid, needle)]
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-    log.warning("processes %s of a part of the check do not end", ", ".join(map(str, found)))
-
-
-def _has_mark(pid: int, needle: bytes) -> bool:
-    """True if a process that is not a zombie has this entry in its environment."""
-    try:
-        if pid == os.getpid() or needle not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return False
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: float) -> dict[str, Any]:

@@ -26,7 +26,8 @@ EXPORT_STEPS = 3
 
 def measure_kernels(setup: CheckSetup, figures: PartFigures) -> None:
     """Try every kernel and every variant, and beside them an export. Raises CheckFailed if one could not begin."""
-    run = runs.start_run(setup, "export", export_sections(setup))
+    small = runs.small_run_sections(setup, steps=EXPORT_STEPS, ranks=setup.ranks)
+    run = runs.start_run(setup, "export", {**small, "data": runs.data_with_tokenizer(setup)})
     with ThreadPoolExecutor(1) as pool:
         exported = pool.submit(measure_export, setup, run)
         failures = []
@@ -40,21 +41,6 @@ def measure_kernels(setup: CheckSetup, figures: PartFigures) -> None:
             failures.append(str(error))
     if failures:
         raise CheckFailed("; ".join(failures))
-
-
-def export_sections(setup: CheckSetup) -> Sections:
-    """Return the sections of the run that is exported."""
-    sizes = setup.sizes
-    return {
-        "model": dict(sizes.resumed_model),
-        "data": runs.data_with_tokenizer(setup),
-        "training": {
-            "steps": EXPORT_STEPS,
-            "micro_batch_size": sizes.resumed_batch,
-            "global_batch_size": sizes.resumed_batch * setup.ranks,
-            "seq_length": sizes.resumed_seq_length,
-        },
-    }
 
 
 def measure_export(setup: CheckSetup, chain: runs.LocalChain) -> dict[str, Any]:
@@ -153,20 +139,13 @@ def try_variants(
 
 def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ranks: int, precision: str) -> str:
     """Return the resolved run config of a variant. Raises ConfigError."""
-    sizes = setup.sizes
-    common = {
-        "model": sizes.resumed_model,
-        "training": {
-            "steps": 100,
-            "micro_batch_size": sizes.resumed_batch,
-            "global_batch_size": sizes.resumed_batch * ranks,
-            "seq_length": sizes.resumed_seq_length,
-            "precision": precision,
-        },
+    changes: dict[str, dict[str, Any]] = {
+        "training": {"precision": precision},
         "optimizer": {"lr": 3e-3, "lr_warmup_steps": 1},
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
     }
+    common = merge_sections(runs.small_run_sections(setup, steps=100, ranks=ranks), changes)
     made = merge_sections(runs.check_run_values(setup, f"models-{name}", common), sections)
     if made["model"].get("transformer", {}).get("multi_latent_attention"):  # it has no grouped queries
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]

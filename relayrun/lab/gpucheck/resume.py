@@ -16,12 +16,12 @@ from typing import Any
 
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
+from relayrun.files import read_json_lines
 from relayrun.lab.compare_runs import AttemptValues, first_difference
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures
 from relayrun.lab.small_run import merge_sections
 
-NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
 RECORDED_FIELDS = ("words", "iteration", "again", "source", "next_iteration", "steps_lost", "seconds")
 """Fields of a failed restart in the result; others name hosts."""
 CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
@@ -29,17 +29,8 @@ CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
 def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
     """Run all at once, and compare; a run that fails leaves the others. Raises CheckFailed at the end if one failed."""
-    ranks = setup.gpus or setup.sizes.cpu_ranks
-    cuts = deaths_by_restart(setup, ranks)
     runs.data_with_tokenizer(setup)
-    chains = {name: runs.start_run(setup, name, sections) for name, sections in resume_run_sections(setup)}
-    whole = "whole"
-    if ranks != setup.ranks:  # on CPUs the recovered run has two
-        whole = "recovery-whole"
-        plain = runs.recorded_run_sections(setup, cuts=[], ranks=ranks)
-        chains[whole] = runs.start_run(setup, whole, plain)
-    sections = merge_sections(runs.recorded_run_sections(setup, cuts=cuts, ranks=ranks), NODE_RECOVERY)
-    chains["recovered"] = runs.start_run(setup, "recovered", sections)
+    chains = {name: runs.start_run(setup, name, sections) for name, sections in resume_run_sections(setup).items()}
 
     def done(name: str) -> Run:
         return chains[name].wait(setup.sizes.steps)
@@ -47,8 +38,8 @@ def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
     failures = []
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "resumed": lambda: compare_resumed_runs(done("whole"), done("sync"), done("async")),
-        "job": lambda: recorded_attempts(ended(chains["recovered"])) | {"ranks": ranks, "kills": len(cuts)},
-        "bits": lambda: compare_recovered_run(done("recovered"), undisturbed_values(done(whole))),
+        "job": lambda: recorded_attempts(ended(chains["recovered"])) | {"ranks": setup.ranks, "kills": 2},
+        "bits": lambda: compare_recovered_run(done("recovered"), undisturbed_values(done("whole"))),
     }
     for name, measure in measures.items():
         try:
@@ -67,20 +58,26 @@ def ended(chain: runs.LocalChain) -> Run:
     return chain.run
 
 
-def resume_run_sections(setup: CheckSetup) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """Return names and sections of the runs that are resumed, and of the undisturbed one."""
-    sizes = setup.sizes
-    # between two saves, and after one
-    early, late = sizes.interval // 2, sizes.interval + sizes.interval // 2
-    plans: dict[str, tuple[bool, list[dict[str, Any]]]] = {
-        "whole": (False, []),
-        "sync": (False, [{"signal": "SIGUSR2", "iteration": early}, {"signal": "SIGKILL", "iteration": late}]),
-        "async": (True, [{"signal": "SIGKILL", "saves": 1}]),
+def resume_run_sections(setup: CheckSetup) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the sections of the undisturbed run and of the interrupted ones, by name."""
+    interval = setup.sizes.interval
+    half, last = interval // 2, setup.ranks - 1  # half: between two saves
+    plans: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+        "whole": ({}, []),
+        "sync": ({}, [{"signal": "SIGUSR2", "iteration": half}, {"signal": "SIGKILL", "iteration": interval + half}]),
+        "async": ({"checkpoint": {"async_save": True}}, [{"signal": "SIGKILL", "saves": 1}]),
+        "recovered": (
+            {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}},
+            [
+                {"signal": "SIGKILL", "iteration": interval + half, "rank": last},
+                {"signal": "SIGKILL", "iteration": 2 * interval + half, "rank": 0, "before_update": True},
+            ],
+        ),
     }
-    return [
-        (name, merge_sections(runs.recorded_run_sections(setup, cuts=cuts), {"checkpoint": {"async_save": beside}}))
-        for name, (beside, cuts) in plans.items()
-    ]
+    return {
+        name: merge_sections(runs.recorded_run_sections(setup, cuts=cuts), changes)
+        for name, (changes, cuts) in plans.items()
+    }
 
 
 def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
@@ -106,16 +103,6 @@ def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
             "difference": different,
         }
     return found
-
-
-def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
-    """Return one cut per start of the ranks, for `SignalSelfHook`."""
-    interval = setup.sizes.interval
-    between, later = interval + interval // 2, 2 * interval + interval // 2
-    return [
-        {"signal": "SIGKILL", "iteration": between, "rank": ranks - 1},
-        {"signal": "SIGKILL", "iteration": later, "rank": 0, "before_update": True},
-    ]
 
 
 def recorded_attempts(run: Run) -> dict[str, Any]:
@@ -157,5 +144,5 @@ def undisturbed_values(run: Run) -> AttemptValues:
 
 def attempt_values(run: Run, attempt: int) -> AttemptValues:
     """Return the values of an attempt, with the digests of `DigestHook`."""
-    digests = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
+    digests = [entry for entry in read_json_lines(run.path / DIGESTS_FILE) if entry["attempt"] == attempt]
     return AttemptValues.of(runs.iteration_lines(run, attempt), digests)

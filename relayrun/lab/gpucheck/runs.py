@@ -16,8 +16,17 @@ from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_json_lines
-from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, last_log_line, log_tail
-from relayrun.lab.small_run import SEED, Sections, random_data, run_config_values, run_in, start_submit, write_config
+from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, last_log_line, log_tail
+from relayrun.lab.small_run import (
+    SEED,
+    Sections,
+    merge_sections,
+    random_data,
+    run_config_values,
+    run_in,
+    start_submit,
+    write_config,
+)
 
 HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
 
@@ -115,26 +124,30 @@ def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"hook": f"{HOOKS_MODULE}:SignalSelfHook", "options": {"cuts": list(cuts)}}
 
 
-def recorded_run_sections(
-    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], ranks: int | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return the sections of a small deterministic run that records digests of every iteration, and interrupts itself.
-    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
-    sizes, ranks = setup.sizes, ranks or setup.ranks
+def small_run_sections(setup: CheckSetup, *, steps: int, ranks: int, batches: int = 1) -> dict[str, dict[str, Any]]:
+    """Return the sections of a run of the small model. `batches`: micro-batches of an iteration on each rank."""
+    sizes = setup.sizes
     return {
         "model": dict(sizes.resumed_model),
-        "data": data_with_tokenizer(setup),
         "training": {
-            "steps": sizes.steps,
+            "steps": steps,
             "micro_batch_size": sizes.resumed_batch,
-            "global_batch_size": 2 * sizes.resumed_batch * ranks,
+            "global_batch_size": batches * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
-            "deterministic": True,
-            "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)],
         },
-        "checkpoint": {"interval": sizes.interval, "keep_last": 1},
-        "job": {"ntasks_per_node": ranks},
     }
+
+
+def recorded_run_sections(setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sections of a small deterministic run that records digests of every iteration, and interrupts itself.
+    `cuts`: see `programs.hooks.SignalSelfHook`."""
+    changes: dict[str, dict[str, Any]] = {
+        "data": data_with_tokenizer(setup),
+        "training": {"deterministic": True, "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)]},
+        "checkpoint": {"interval": setup.sizes.interval, "keep_last": 1},
+    }
+    small = small_run_sections(setup, steps=setup.sizes.steps, ranks=setup.ranks, batches=2)
+    return merge_sections(small, changes)
 
 
 def data_with_tokenizer(setup: CheckSetup) -> dict[str, Any]:
@@ -148,10 +161,6 @@ def data_with_tokenizer(setup: CheckSetup) -> dict[str, Any]:
 def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
     """Return the iterations in an attempt's metrics.jsonl."""
     return [line for line in read_json_lines(run.attempt(attempt).metrics) if "loss" in line]
-
-
-def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
-    return list(read_json_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
 def remove_checkpoints(run: Run) -> None:

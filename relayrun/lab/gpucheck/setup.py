@@ -18,8 +18,8 @@ from relayrun.control.chain.job_script import rank_defaults
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
 
-NOTES_FOLDER = "gpu-check"
-"""Folder of a run directory in which the check's hooks write records."""
+DIGESTS_FILE = "gpu-check-digests.jsonl"
+"""Records of `programs.hooks.DigestHook` in a run directory."""
 TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 
@@ -35,12 +35,9 @@ def last_log_line(path: Path) -> str:
 
 def log_tail(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, for a person who cannot open it."""
-    try:
-        text, size = last_lines(path, lines)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not size and not path.exists():
+    if not path.exists():
         return f"{path}: {os.strerror(errno.ENOENT)}"
+    text, _ = last_lines(path, lines)
     return "\n".join([f"== {path}", *text.decode(errors="replace").splitlines()])
 
 
@@ -74,8 +71,6 @@ class CheckSizes:
     seq_length: int
     micro_batches: int
     """Micro-batches per iteration and rank in the timed run."""
-    largest_batch: int
-    """Largest micro-batch of the search."""
     warm_up: int
     measured: int
     """Iterations that are skipped (`warm_up`) and timed, in this order; then one is traced."""
@@ -98,8 +93,6 @@ class CheckSizes:
     """Timed repetitions of an operation."""
     product: int
     """Rows of the square matrices of the timed product."""
-    cpu_ranks: int
-    """Ranks of the bandwidth part without a GPU."""
 
 
 def check_sizes(*, tiny: bool) -> CheckSizes:

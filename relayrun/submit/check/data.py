@@ -21,6 +21,7 @@ from relayrun.files import read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
 from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
+from relayrun.tokens.mixture.overlap import measure_overlap
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.document_packing import document_cut
@@ -203,6 +204,8 @@ FEW_EPOCHS = 4.0
 """Epochs above which a check warns: up to here repeated tokens are worth nearly as much as new ones
 (arXiv 2305.16264)."""
 VERIFY_COMMAND = "relayrun mixture verify"
+_OVERLAP_TOKENS, _MOST_OVERLAP = 500_000, 0.01
+"""Tokens of each set that a check compares, and the share of held-out documents in training that is no warning."""
 
 
 def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
@@ -224,6 +227,7 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         remedy = "leave one of them out, or give it more weight if it is meant"
         findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
     _check_frames(config, manifest, findings)
+    _check_overlap(manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -279,6 +283,16 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
             f"{count_noun(len(every) - len(manifest.validation), 'data set')} and "
             f"{count_noun(len(manifest.validation), 'validation set')}",
         )
+
+
+def _check_overlap(manifest: Manifest, training: list[str], findings: Findings) -> None:
+    """Say how much of each validation set stands in a sample of the training shards."""
+    for name, shards in manifest.validation.items() if training else ():
+        with findings.catching("data.overlap"):
+            found = measure_overlap([shard.prefix for shard in shards.shards], training, most=_OVERLAP_TOKENS)
+            remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
+            tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+            tell("data.overlap", f"validation {name!r}: {found}", setting="data.validation", remedy=remedy)
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:

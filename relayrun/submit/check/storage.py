@@ -54,8 +54,8 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
         words = f"copies of checkpoints: {policies.mirror_location(config, second)}"
         with findings.catching("place.mirror", ok=words):
             policies.refuse_mirror_location(second, run)
-        folder, own = policies.mirror_folder(second), nearest_existing(run.path)
-        if folder is not None and folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
+        folder, own = Path(second.path), nearest_existing(run.path)
+        if folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
             words = "copies of checkpoints lie on the file system of the run, and are lost with it"
             remedy = "set checkpoint.mirror.path to a folder of another file system"
             findings.warn("place.mirror_apart", words, setting="checkpoint.mirror.path", remedy=remedy)
@@ -72,9 +72,8 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
     inside = [run.attempts, run.checkpoints, run.code, run.config, run.debug, run.evaluations]
     inside += [run.tensorboard, run.triggers, run.path / "wandb"]
     yield from ((None, path) for path in inside if path.is_symlink())
-    second = mirror_settings(config)
-    if second is not None and (place := policies.mirror_folder(second)) is not None:
-        yield "checkpoint.mirror.path", place
+    if (second := mirror_settings(config)) is not None:
+        yield "checkpoint.mirror.path", Path(second.path)
     data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
     if data is not None and data.data_cache_dir is not None:
         yield "data.data_cache_dir", Path(data.data_cache_dir)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
-from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.datasets import Dataset, DatasetSpec, ValidationSet, WindowOrder
 from relayrun.tokens.order.document_packing import DocumentWindowOrder
@@ -85,14 +84,12 @@ def validation_set(
 ) -> ValidationSet:
     """Return the validation set `name`, given by path. Raises ConfigError."""
     shards, length = manifest.validation[name], config.training.seq_length
-    cut, kept, seed = config.data.validation_cut, _index_folder(config, cache), VALIDATION_SEED
     dataset: Dataset
-    if cut is None:
-        dataset = WindowOrder(shards, seq_length=length, seed=seed, name=name)
+    if config.data.validation_cut is None:
+        dataset = WindowOrder(shards, seq_length=length, seed=VALIDATION_SEED, name=name)
     else:
-        dataset = _document_window_order(
-            config, manifest, shards, cut, name=name, seed=seed, cache=kept, opening=opening
-        )
+        kept = _index_folder(config, cache)
+        dataset = document_order(config, manifest, name, shards, held_out=True, cache=kept, opening=opening)
     return ValidationSet(name=name, dataset=dataset)
 
 
@@ -170,39 +167,28 @@ def document_order(
     name: str,
     shards: DatasetManifest,
     *,
+    held_out: bool = False,
     cache: Path | None = None,
     opening: str | None = None,
 ) -> DocumentWindowOrder:
-    """Return the data set `name` of the config, with `order: document-window`, over `shards`. Raises ConfigError.
-    `cache`: folder for the counts of rows; None: rows are counted here."""
-    cut, identity = config.data.cut_by_document[name], config.data.sources[name].identity(name)
-    seed = config.training.seed
-    return _document_window_order(config, manifest, shards, cut, name=identity, seed=seed, cache=cache, opening=opening)
-
-
-def _document_window_order(
-    config: RunConfig,
-    manifest: Manifest,
-    shards: DatasetManifest,
-    cut: DocumentWindowSection,
-    *,
-    name: str,
-    seed: int,
-    cache: Path | None,
-    opening: str | None,
-) -> DocumentWindowOrder:
+    """Return the data set `name` of the config, with `order: document-window`, over `shards`; `held_out`: a validation
+    set. Raises ConfigError. `cache`: folder for the counts of rows; None: rows are counted here."""
+    data, cut, identity, seed = config.data, config.data.validation_cut, name, VALIDATION_SEED
+    if not held_out:
+        cut, identity, seed = data.cut_by_document[name], data.sources[name].identity(name), config.training.seed
+    assert cut is not None
     return DocumentWindowOrder(
         shards,
         cut,
         seq_length=config.training.seq_length,
         seed=seed,
-        name=name,
+        name=identity,
         eod=manifest.eod,
         padding=manifest.eod or 0,
         vocabulary_size=manifest.vocabulary_size,
         cache=cache,
         opening=opening,
-        blocks=open_block_cache(config.data, shards),
+        blocks=open_block_cache(data, shards),
     )
 
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.file_ranges import split_range
 from relayrun.tokens.readers.texts import MAX_ROWS, find_field, keep_utf8, row_namer, text_array
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import first_line, printable
@@ -58,7 +59,16 @@ def read_parquet(
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
         leaf = leaves.index(".".join(fields))
         columns = None if faults.whole_rows else [".".join(fields)]
-        yield from read_batches(file, path, range(file.num_row_groups), columns, rows_at_once, take)
+        _, begin, end = split_range(path)
+        starts = row_group_starts(file)
+        groups = [group for group, start in enumerate(starts) if begin <= start and (end is None or start < end)]
+        yield from read_batches(file, path, groups, columns, rows_at_once, take)
+
+
+def row_group_starts(file: pq.ParquetFile) -> list[int]:
+    """Return the offset of the first byte of each row group."""
+    groups = (file.metadata.row_group(number).column(0) for number in range(file.num_row_groups))
+    return [min(each.data_page_offset, each.dictionary_page_offset or each.data_page_offset) for each in groups]
 
 
 def _look_at_rows(batch: pa.RecordBatch, text_column: str, faults: LineFaults) -> None:

@@ -22,6 +22,7 @@ from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unreadable_file_error
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import PARQUET, expected_content, file_format
 from relayrun.tokens.readers.texts import find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
@@ -35,22 +36,24 @@ _FILES_AT_A_TIME = 8
 def read_column(
     path: str, column: str, *, batch_bytes: int, scratch: str | None = None, faults: LineFaults | None = None
 ) -> Generator[pa.Array]:
-    """Yield all rows of a file in order as string or large_string arrays of about `batch_bytes` each, nulls kept.
+    """Yield all rows of a file, or of a range of it, in order as string or large_string arrays of about `batch_bytes`
+    each, nulls kept.
 
     The suffix gives the format. `column` is a name, or names with dots for a nested field; a column whose own name
     holds the dots comes first. `scratch`: a folder for texts that are too long for memory. All texts are UTF-8. Raises
     InputError that names the place of a bad text, unless `faults` skips it, or a file that cannot be read at all."""
     faults = faults or LineFaults()
-    read = pkgutil.resolve_name(file_format(path).reader)
+    file = file_of_range(path)
+    read = pkgutil.resolve_name(file_format(file).reader)
     try:
-        with open_input(path) as raw:
+        with open_input(file) as raw:
             yield from read(raw, path, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
     except FileNotFoundError:
         hint = "run `relayrun dumps prepare` again if the dataset has changed"
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
         hint = "fetch the file again, then run again: what is done is kept"
-        raise _content_fault_now(path) or unreadable_file_error(path, error, hint=hint) from None
+        raise _content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
 
 
 def _content_fault_now(path: str) -> InputError | None:
@@ -257,30 +260,27 @@ def _wide_field(field: pa.Field) -> pa.Field:
         kind = pa.large_string()
     elif pa.types.is_binary(kind):
         kind = pa.large_binary()
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = pa.large_list(_wide_field(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_wide_field(inner) for inner in kind])
+    elif pa.types.is_list(kind):
+        kind = pa.large_list(kind.value_field)
     elif pa.types.is_map(kind):
         kind = pa.map_(_wide_field(kind.key_field), _wide_field(kind.item_field), kind.keys_sorted)
-    return field.with_type(kind)
+    return field.with_type(_with_inner(kind, _wide_field))
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    kind = field.type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
     if pa.types.is_string_view(kind):
         kind = pa.string()
     elif pa.types.is_binary_view(kind):
         kind = pa.binary()
-    elif pa.types.is_list(kind):
-        kind = pa.list_(_plain_field(kind.value_field))
-    elif pa.types.is_large_list(kind):
-        kind = pa.large_list(_plain_field(kind.value_field))
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_plain_field(inner) for inner in kind])
-    return field.with_type(kind).remove_metadata()
+    return field.with_type(_with_inner(kind, _plain_field)).remove_metadata()
+
+
+def _with_inner(kind: pa.DataType, convert: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """Return a type of lists or structs with converted fields; other types as they are."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(convert(kind.value_field))
+    return pa.struct([convert(inner) for inner in kind]) if pa.types.is_struct(kind) else kind
 
 
 def _schema_difference(schema: pa.Schema, first: pa.Schema) -> str:

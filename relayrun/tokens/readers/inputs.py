@@ -19,6 +19,7 @@ from relayrun.errors import InputError, RelayrunError, combined_error, did_you_m
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -87,7 +88,7 @@ def file_format(path: str) -> FileFormat:
 
 
 InputFile = tuple[str, int, int]
-"""Path below the data set folder, bytes, and modification time in ns."""
+"""Path below the data set folder, of a file or of a range of it, bytes, and the file's modification time in ns."""
 
 MISSING_FILE = (0, -1)
 """Bytes and modification time of a missing file."""
@@ -102,7 +103,7 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         raise InputError(
             "there is no such paths file", where=path, hint="`relayrun dumps prepare` writes them"
         ) from None
-    names: dict[str, None] = {}
+    names: dict[str, str] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line:
             continue
@@ -111,14 +112,14 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         if b"\0" in line or os.path.isabs(name):
             hint = "write it from the dataset folder on"
             raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
-        if name in names:
+        if (file := file_of_range(name)) in names:
             raise InputError(
-                f"this path is listed twice: {printable(name)}", where=where, hint="remove one of the lines"
+                f"this path is listed twice: {printable(file)}", where=where, hint="remove one of the lines"
             )
-        names[name] = None
+        names[file] = name
     if not names:
         raise InputError("the paths file lists no file", where=path, hint="`relayrun dumps prepare` writes them")
-    return list(names)
+    return list(names.values())
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
@@ -130,7 +131,8 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *urls.stat_file(urls.join_path(os.fspath(dataset), name))))
+            size, changed = urls.stat_file(urls.join_path(os.fspath(dataset), file_of_range(name)))
+            inputs.append((name, range_bytes(name, size), changed))
         except MissingInput as error:
             missing.append(error)
             inputs.append((name, *MISSING_FILE))
@@ -152,7 +154,7 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFile:
-    """A file of the data set: its path below the data set folder, and bytes."""
+    """A file of the data set, or a range of it: its path below the data set folder, and bytes."""
 
     path: str
     size: int

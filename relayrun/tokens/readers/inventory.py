@@ -23,6 +23,7 @@ import xxhash
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokens.readers.contents import file_compression
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import (
     STATE_FILE,
     DataFile,
@@ -203,7 +204,7 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
         if file.path in twins:
             line["same_as"] = twins[file.path]
         if (known := before.get(file.path, {})).get("bytes") == file.size:
-            line |= {name: known[name] for name in ("rows", "expected_rows") if name in known}
+            line |= {name: known[name] for name in ("rows", "rows_of_ranges", "expected_rows") if name in known}
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -218,8 +219,11 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
     """Add the tokenized `rows` of files to a written inventory. Warns of a saved data set (`state.json`) whose files
     are all tokenized and have other rows than its publisher counted."""
     lines = _read_inventory(path)
-    for name in rows.keys() & lines.keys():
-        lines[name]["rows"] = rows[name]
+    for name in rows:
+        if (line := lines.get(file_of_range(name))) is not None:
+            parts = {} if name == line["path"] else line.setdefault("rows_of_ranges", {})
+            parts[name] = rows[name]
+            line["rows"] = sum(parts.values())
     for name, line in lines.items():
         if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
             expected, files = saved_rows(folder, name)

@@ -26,6 +26,7 @@ import pyarrow as pa
 from relayrun.errors import InputError
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.file_ranges import RangeLines, split_range
 from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
 
@@ -48,8 +49,9 @@ def read_jsonl(
     raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
     """Yield texts as `columns.read_column`. Raises InputError that names the line, or a file of another kind."""
-    with open_decompressed(raw, path) as lines:
-        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults)
+    file, begin, _ = split_range(path)
+    lines = open_decompressed(raw, path) if file == path else RangeLines(raw, path, open_decompressed)
+    yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults, begun=begin > 0)
 
 
 def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
@@ -72,13 +74,12 @@ def _checked(stream: Any, path: str, expected: str | None) -> io.BufferedReader:
 
 
 def _read_texts(
-    lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults
+    lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults, *, begun: bool
 ) -> Iterator[pa.Array]:
     most, readline = _LONG_BYTES, lines.readline
     texts: list[str | None] = []
     taken: dict[str, LongText | None] = {}
     size = number = 0
-    begun = False
     while line := readline(most):
         number += 1
         if not begun:

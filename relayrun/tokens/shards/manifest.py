@@ -307,14 +307,13 @@ def check_held_out(
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
     held: dict[str, str] = {}
     for prefix in (prefix for name in split for prefix in training[name]):
-        for text in texts[prefix]:
-            if (other := held.setdefault(text, prefix)) != prefix:
-                raise InputError(
-                    f"data.split would hold out text that is trained on: this text also stands in {other}",
-                    where=prefix,
-                    hint="hold out by path: take some shards out of the data (before a mixture repeats them), and name "
-                    "their folder in data.validation",
-                )
+        record = records.of(prefix)
+        others = ["another part of it"] if record is not None and record.repeats else []
+        others += [held.setdefault(text, prefix) for text in texts[prefix]]
+        if other := next((other for other in others if other != prefix), None):
+            words = f"data.split would hold out text that is trained on: this text also stands in {other}"
+            hint = "take some shards out of the data (before a mixture repeats them), and name their folder in"
+            raise InputError(words, where=prefix, hint=f"hold out by path: {hint} data.validation")
     places = {text: prefix for each in training.values() for prefix in each for text in texts[prefix]}
     for file in files:
         whole = f"xxh3-128:{file.content}" if file.content else ""

@@ -116,7 +116,8 @@ def _write_merged(
         files.fsync_file(index_file)
         sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
         largest = _largest_id(shards, known)
-        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
+        texts, repeats = inputs.texts, inputs.repeats
+        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=texts, repeats=repeats)
         read.check()
         write_shard_record(str(tokens), own, merged=prefixes)
         try:
@@ -163,6 +164,8 @@ class MergeInputs:
     made: TokenizerRecord | None
     texts: frozenset[str]
     """Text names (`ShardRecords.texts`) of all inputs."""
+    repeats: bool
+    """Two inputs have the same text, or one of them repeats text."""
 
     @property
     def bytes(self) -> int:
@@ -185,8 +188,10 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
         raise InputError(words, where=other.prefix, hint="merge shards of one tokenizer alone")
     records = ShardRecords()
     known = [records.of(prefix) for prefix in prefixes]
-    texts = frozenset().union(*records.texts(prefixes).values())
-    return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), texts)
+    texts = [*map(records.texts(prefixes).__getitem__, prefixes)]
+    every = frozenset().union(*texts)
+    repeats = len(every) < sum(map(len, texts)) or any(record is not None and record.repeats for record in known)
+    return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), every, repeats)
 
 
 def _refuse_existing(target: str, prefixes: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ own record is newer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import struct
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,8 @@ class ShardRecord:
     """Path, bytes and fingerprint (`tokenize.shard_folder`) of each raw file of the shard, as far as known."""
     texts: frozenset[str] = frozenset()
     """Text names (`ShardRecords.texts`) of the shards that were merged into it."""
+    repeats: bool = False
+    """Two of the shards that were merged into it have the same text."""
 
 
 def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
@@ -78,7 +81,7 @@ def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str]
         "largest_id": shard.largest_id,
     }
     if merged is not None:
-        record |= {"merged": list(merged), "texts": sorted(shard.texts)}
+        record |= {"merged": list(merged), "texts": sorted(shard.texts), "repeats": shard.repeats}
     write_json(prefix + RECORD_SUFFIX, record)
 
 
@@ -87,6 +90,8 @@ class ShardRecords:
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
+        self._cuts: dict[str, set[int]] = {}
+        """Where the ranges of raw files that `texts` has found begin and end, by file."""
         self._real_path = RealPathCache()
 
     def of(self, prefix: str) -> ShardRecord | None:
@@ -121,6 +126,11 @@ class ShardRecords:
                     found[prefix] |= self.texts_of_file(path, length, fingerprint)
                 if real in found[prefix]:
                     without.add(size)
+        for text in {text for texts in found.values() for text in texts}:
+            file, _, bounds = text.partition("/bytes=")
+            if bounds:
+                self._cuts.setdefault(file, set()).update(_parse_bounds(bounds))
+        found = {prefix: self._in_pieces(texts) for prefix, texts in found.items()}
         for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
             for real, several in alike.items():
                 for prefix in several:
@@ -128,10 +138,29 @@ class ShardRecords:
         return found
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
-        """Name the text of a raw file in the same way; an empty file has no name."""
-        path = path.removeprefix("file://")
-        place = path if "://" in path else self._real_path(path)
-        return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
+        """Name the text of a raw file, or of a range of it, in the same way; an empty file has no name."""
+        file, mark, bounds = path.removeprefix("file://").partition("/bytes=")
+        place = file if "://" in file else self._real_path(file)
+        found = {f"{each} {size}" for each in (*fingerprints, *([] if bounds else [place])) if each and size}
+        return found | {place + mark + bounds} if bounds else self._in_pieces(found)
+
+    def _in_pieces(self, texts: set[str]) -> set[str]:
+        """Return the names with pieces in place of each range of a file, so that ranges that overlap share a piece. A
+        whole file has the pieces of its ranges, too."""
+        named = {text for text in texts if "/bytes=" not in text}
+        for text in texts if self._cuts else ():
+            file, _, bounds = text.partition("/bytes=")
+            file = file if bounds else text.rpartition(" ")[0]
+            if file in self._cuts:
+                first, last = _parse_bounds(bounds or "0-")
+                cuts = sorted(cut for cut in {*self._cuts[file], first, last} if first <= cut <= last)
+                named |= {f"{file}/bytes={begin}-{end}" for begin, end in itertools.pairwise(cuts)}
+        return named
+
+
+def _parse_bounds(bounds: str) -> tuple[int, int]:
+    first, last = bounds.split("-")
+    return int(first), int(last or 1 << 62)
 
 
 def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
@@ -176,6 +205,7 @@ def _read_shard_record(real_prefix: str) -> ShardRecord | None:
             xxh3_128=dict(record["xxh3_128"]),
             largest_id=record["largest_id"],
             texts=frozenset(record.get("texts", ())),
+            repeats=record.get("repeats", False),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -26,18 +26,21 @@ _HASH_BYTES = 1 << 20
 """Bytes read at a time, which stay in the processor's cache."""
 
 
-def file_checksum(path: str | os.PathLike[str]) -> str:
-    """Return the xxh3-128 of a whole file, 32 hexadecimal digits. Raises OSError."""
+def file_checksum(path: str | os.PathLike[str], begin: int = 0, end: int | None = None) -> str:
+    """Return the xxh3-128 of a file, or of its bytes from `begin` to `end`, 32 hexadecimal digits. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
-        return open_file_checksum(file)
+        file.seek(begin)
+        return open_file_checksum(file, None if end is None else end - begin)
 
 
-def open_file_checksum(file: Any) -> str:
-    """Return the xxh3-128 of the rest of an open file (with `readinto`), 32 hexadecimal digits. Raises as it does."""
-    digest, buffer = xxhash.xxh3_128(), bytearray(_HASH_BYTES)
-    while read := file.readinto(buffer):
-        digest.update(memoryview(buffer)[:read])
+def open_file_checksum(file: Any, left: int | None = None) -> str:
+    """Return the xxh3-128 of the rest of an open file (with `readinto`), 32 hexadecimal digits; `left`: of at most so
+    many bytes. Raises as it does."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_HASH_BYTES))
+    while read := file.readinto(buffer if left is None else buffer[:left]):
+        digest.update(buffer[:read])
         count(read)
+        left = None if left is None else left - read
     return str(digest.hexdigest())
 
 

@@ -307,16 +307,11 @@ def list_url(url: str) -> list[tuple[str, int]]:
         import fsspec
 
         store, root = fsspec.core.url_to_fs(url)
-        found = list(list_store_sizes(store, root).items())
+        files = _walk_store(store, root)
+        found = [(info["name"].removeprefix(root).lstrip("/"), _store_size(store, info)) for info in files]
     if not found:
         raise InputError("there is no file below this", where=url)
     return found
-
-
-def list_store_sizes(store: Any, root: str) -> dict[str, int]:
-    """Map all files below a path of fsspec's `store` to bytes, by path below it; the name of a file itself is empty.
-    Raises what the store raises, also for lack of access to any folder."""
-    return {info["name"].removeprefix(root).lstrip("/"): _store_size(store, info) for info in _walk_store(store, root)}
 
 
 def stat_url(url: str) -> tuple[int, int]:

@@ -1,24 +1,16 @@
-"""Pipelines of datatrove that end in token shards: the writer step, and an executor that notices a killed worker."""
+"""The last step of a datatrove pipeline that ends in token shards."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datatrove.data import Document
-from datatrove.executor.local import LocalPipelineExecutor
-from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from datatrove.utils.logging import setup_default_logger
-from datatrove.utils.stats import PipelineStats
-from fsspec.implementations.local import LocalFileSystem
 
 from relayrun.errors import InputError, refuse_urls
 from relayrun.tokens.readers.faults import BadLine, LineFaults
@@ -28,39 +20,7 @@ from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions, validate_options
-from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import shard_name
-
-OnTaskDone = Callable[[int, dict[str, int]], None]
-"""Called in the starting process with the rank of a finished task and the totals of its statistics."""
-
-
-class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatrove is untyped
-    """Runs datatrove tasks on `workers` processes, or in this process for one worker.
-
-    `logging_dir` gets datatrove's logs and statistics. Its completion markers are written and never read: they know the
-    number of a task and not its input, so the caller decides which tasks to run.
-    """
-
-    def __init__(self, pipeline: Sequence[PipelineStep], *, tasks: int, workers: int, logging_dir: str) -> None:
-        # an explicit DataFolder, because datatrove would interpret `::` and `~` in the path
-        folder = DataFolder(os.path.abspath(logging_dir), fs=LocalFileSystem())
-        super().__init__(list(pipeline), tasks=tasks, workers=workers, logging_dir=folder, skip_completed=False)
-
-    def run_ranks(self, ranks: Sequence[int], on_task_done: OnTaskDone = lambda rank, totals: None) -> None:
-        """Run the tasks of `ranks`, see `run_tasks`."""
-        run_tasks(functools.partial(_run_task, self), ranks, self.workers, on_task_done, where=self.logging_dir.path)
-
-
-def _run_task(executor: KillAwareExecutor, rank: int) -> dict[str, int]:
-    """Run one task; return the totals of its statistics by name. datatrove's log goes to its file only."""
-    try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            stats: PipelineStats = copy.deepcopy(executor)._run_for_rank(rank)
-    finally:
-        setup_default_logger()
-    return {name: int(metric.total) for step in stats.stats for name, metric in step.stats.items()}
-
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +99,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
         first = next(batches, PackedTexts.of([]))
-        engine, framing, made = _process_tokenizer(self.options, _file_stamp(self.options.tokenizer), _Sample(first))
+        engine, framing, made = _process_tokenizer(self.options, first)
         routed = engine.routed
         prefix = os.path.join(self.output_folder, shard_name(rank))
         shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
@@ -208,36 +168,28 @@ def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) ->
     return given[0]
 
 
-class _Sample:
-    """Texts that compare equal, so that the cache of `_process_tokenizer` ignores them."""
-
-    def __init__(self, texts: PackedTexts) -> None:
-        self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Sample)
-
-    def __hash__(self) -> int:
-        return 0
+_loaded: dict[object, tuple[Engine, DocumentFraming, TokenizerRecord]] = {}
 
 
-@functools.lru_cache(maxsize=2)
-def _process_tokenizer(
-    options: TokenizeOptions, stamp: object, sample: _Sample
-) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
-    """Load and prove once per process, however many tasks it runs; `stamp` changes with the file."""
-    loaded = load_tokenizer(options)
-    selection = select_engine(
-        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
-    )
-    made = TokenizerRecord(
-        fingerprint=loaded.fingerprint,
-        ids=loaded.ids_fingerprint,
-        size=loaded.size,
-        eos=loaded.eos_id,
-        bos=loaded.bos_id,
-    )
-    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
+def _process_tokenizer(options: TokenizeOptions, texts: PackedTexts) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
+    """Load, and prove by the first texts, once per process, however many tasks it runs; again if the file changes."""
+    key = options, _file_stamp(options.tokenizer)
+    if key not in _loaded:
+        loaded, sample = load_tokenizer(options), next(texts.split(1_000_000, len(texts) or 1), texts)
+        selection = select_engine(
+            options.engine, lambda: loaded.tokenizer, sample, log.warning, definition=loaded.definition
+        )
+        made = TokenizerRecord(
+            fingerprint=loaded.fingerprint,
+            ids=loaded.ids_fingerprint,
+            size=loaded.size,
+            eos=loaded.eos_id,
+            bos=loaded.bos_id,
+        )
+        framing = loaded.framing(keep_empty=options.keep_empty)
+        _loaded.clear()
+        _loaded[key] = selection.build(loaded.definition), framing, made
+    return _loaded[key]
 
 
 def _file_stamp(name_or_path: str) -> object:

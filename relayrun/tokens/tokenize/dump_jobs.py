@@ -45,7 +45,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import PROGRESS_VARIABLE
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 def prepare_submission(settings: TokenizationSettings) -> list[int]:
@@ -95,13 +95,20 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
     output = settings.dump_output(index)
     output.mkdir(parents=True, exist_ok=True)
     (output / ERROR_FILE).unlink(missing_ok=True)
-    try:
+    with noting_error(output / ERROR_FILE):
         return _tokenize_dump(settings, index)
+
+
+@contextlib.contextmanager
+def noting_error(file: Path) -> Iterator[None]:
+    """Write the message of a RelayrunError or OSError into `file`, for the status."""
+    try:
+        yield
     except processes.JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
-            write_atomic(output / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
+            write_atomic(file, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
 
 
@@ -193,7 +200,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
         with going_on, _progress(metadata.path) as show:
             while metadata.live_jobs():
                 show()
-                time.sleep(10 * _POLL_SECONDS)
+                time.sleep(50 * POLL_SECONDS)  # each look asks Slurm for the jobs of all users
     _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
     return indices
 
@@ -226,7 +233,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 clear_line()
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             show()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
     return failed
 
 
@@ -268,11 +275,9 @@ def _tokenize_for(owner: str, settings: TokenizationSettings, index: int) -> dic
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     """Submit and record a job for every dump: one array, or consecutive ones of the largest size that Slurm accepts."""
-    import submitit
-
     # the pickle holds no site: a worker of another version need not know its settings
     settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
-    executor = _slurm_executor(config, settings)
+    executor = slurm_executor(config, settings)
     metadata = DumpsFolder(settings.metadata_folder)
     size = max(1, slurm_scheduler().max_array_size())
     arrays: list[str] = []
@@ -280,15 +285,9 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
         part = indices[first : first + size]
         # else all arrays would run at once, `max_parallel` dumps each
         wait = [config.job.dependency, f"afterany:{arrays[-1]}" if arrays else None]
-        executor.update_parameters(additional_parameters=_sbatch_parameters(config, settings, wait))
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the error that it raises
-                jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
-        except submitit.core.utils.UncompletedJobError as error:
-            lines = str(error).splitlines()
-            said = "; ".join(line.partition("error: ")[2] for line in lines if line.startswith("sbatch: error: "))
-            hint = f"{first} of {len(indices)} dumps are submitted; submit the others when these are done"
-            raise SchedulerError(f"sbatch refused: {said or error}", hint=hint if arrays else None) from None
+        executor.update_parameters(additional_parameters=sbatch_parameters(config, settings, wait))
+        hint = f"{first} of {len(indices)} dumps are submitted; submit the others when these are done"
+        jobs = submit_array(executor, tokenize_dump, [settings] * len(part), part, hint=hint if arrays else None)
         for job, index in zip(jobs, part, strict=True):
             metadata.record_job(str(job.job_id), index)
         arrays.append(str(jobs[0].job_id).split("_")[0])
@@ -298,7 +297,20 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     )
 
 
-def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
+def submit_array(executor: Any, function: Callable[..., Any], *arguments: Sequence[Any], hint: str | None) -> Any:
+    """Submit an array with a job for each tuple of arguments; return submitit's jobs. Raises SchedulerError."""
+    import submitit
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the error that it raises
+            return executor.map_array(function, *arguments)
+    except submitit.core.utils.UncompletedJobError as error:
+        lines = str(error).splitlines()
+        said = "; ".join(line.partition("error: ")[2] for line in lines if line.startswith("sbatch: error: "))
+        raise SchedulerError(f"sbatch refused: {said or error}", hint=hint) from None
+
+
+def slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
     """Return submitit's executor with the parameters that all arrays share. Raises SchedulerError without a Slurm."""
     import submitit
 
@@ -323,7 +335,7 @@ def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) 
     return executor
 
 
-def _sbatch_parameters(
+def sbatch_parameters(
     config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
 ) -> dict[str, Any]:
     """Return options of sbatch for which submitit has no parameters."""

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from relayrun.errors import InputError
+from relayrun.files import read_json
 from relayrun.terminal import format_table, show_in_place, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
-from relayrun.tokens.tokenize.dumps import DumpsFolder
+from relayrun.tokens.tokenize.dumps import DEDUP_WORK, DumpsFolder
 from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
 
 ERROR_FILE = "error.txt"
@@ -61,6 +62,8 @@ class DumpStatus:
     """The first skipped lines."""
     steps: str = ""
     """Documents in and out of each step in finished shards."""
+    losses: Mapping[str, int] = field(default_factory=dict)
+    """Losses of the tokenizer in finished shards, see `encode.losses`."""
 
     @property
     def tokens(self) -> int:
@@ -90,8 +93,7 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     metadata = DumpsFolder(metadata_folder)
     # in this order: a dump that moves in between is in both
     pending, finished = set(metadata.pending()), set(metadata.finished())
-    if not finished and not pending:
-        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
+    metadata.paths_files()
     now, sizes = time.time() if now is None else now, metadata.sizes()
     return [
         _read_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
@@ -140,7 +142,8 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     table = format_table(STATUS_COLUMNS, rows, width=terminal_width())
     steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
-    return "\n".join([table, *steps, *_failures(dumps)])
+    words = f"{density:.3f} tokens a byte of the files"
+    return "\n".join([table, *steps, *([words] if density else []), *_failures(dumps)])
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
@@ -186,6 +189,11 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
         if dump.bad_lines:
             examples = "; ".join(dump.bad_line_examples)
             yield f"dump {dump.index} left out: {describe_bad_lines(dump.bad_lines)}, for example {examples}"
+        if dump.losses:
+            from relayrun.tokens.tokenize.encode.losses import describe_losses  # on demand: tokenizers
+
+            if (lost := describe_losses(dump.losses, dump.finished_tokens)) is not None:
+                yield f"dump {dump.index}: {lost}"
 
 
 def _left_out(dumps: Iterable[DumpStatus]) -> str:
@@ -237,9 +245,30 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
-        steps=shard_folder.describe_step_counts(shards.values()),
+        steps=shard_folder.describe_step_counts(task.steps for task in shards.values()),
+        losses=sum((Counter(task.losses) for task in shards.values()), Counter()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
+
+
+def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
+    """Return a line for each stage of `relayrun dumps dedup`, and one for an error; none without a deduplication."""
+    work = DumpsFolder(metadata_folder).dedup_link / DEDUP_WORK
+    found: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        counts: dict[str, list[dict[str, Any]]] = {}
+        for file in sorted((work / "records").iterdir()):
+            if file.suffix == ".json":
+                counts.setdefault(file.name.rpartition("-")[0], []).append(read_json(file))
+        for stage, number in read_json(work / "settings.json")["stages"].items():
+            records = counts.get(stage, [])
+            steps = shard_folder.describe_step_counts(record.get("steps", []) for record in records)
+            left = sum(len(record.get("skipped", ())) for record in records)
+            words = f"dedup {stage}: {len(records)}/{number} tasks" + (f"; documents: {steps}" if steps else "")
+            found.append(words + (f"; left out: {left:,} files" if left else ""))
+        with contextlib.suppress(OSError):
+            found.append(f"dedup failed: {Path(work, ERROR_FILE).read_text(encoding='utf-8').strip()}")
+    return found
 
 
 def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:

@@ -4,6 +4,7 @@
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the data set folder, one a line
     completed-dumps/              paths files of finished dumps
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
+    dedup-link                    -> the output folder of `relayrun dumps dedup`
     tokenize-T-D.csv              one row per finished dump
     inventory.jsonl               every file below the data set folder: taken, or why not
     dump-sizes.json               bytes of each dump's files when it was prepared
@@ -22,7 +23,7 @@ import heapq
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,11 +42,17 @@ from relayrun.files import (
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs, inventory
+from relayrun.tokens.readers.deal_files import deal_in_ranges
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.processes import file_lock
 
+DEDUP_WORK = "_dedup"
+"""Folder of the stages in the output folder of `relayrun dumps dedup`; the inventory leaves out such names."""
+DEDUPLICATION = -1
+"""In place of a dump: jobs of `relayrun dumps dedup`, which read all dumps."""
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
 
 
@@ -69,6 +76,7 @@ class DumpsFolder:
         self.completed = self.path / "completed-dumps"
         self.raw_link = self.path / "raw-dataset-link"
         self.tokenized_link = self.path / "tokenized-dir-link"
+        self.dedup_link = self.path / "dedup-link"
         self.inventory = self.path / "inventory.jsonl"
         self._jobs = self.path / "jobs.jsonl"
         self._sizes = self.path / "dump-sizes.json"
@@ -80,6 +88,14 @@ class DumpsFolder:
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
+
+    def paths_files(self) -> list[Path]:
+        """Return the paths files of all dumps, the finished ones last. Raises InputError if there are no dumps."""
+        pending = [self.paths_file(index) for index in self.pending()]
+        found = pending + [self.completed / f"paths_file_{index}.txt" for index in self.finished()]
+        if not found:
+            raise InputError("there are no dumps here", where=self.path, hint="`relayrun dumps prepare` makes them")
+        return found
 
     def shards(self, index: int) -> Path:
         """Return the folder of the shards of dump `index`."""
@@ -133,12 +149,13 @@ class DumpsFolder:
         return {}
 
     def record_job(self, job_id: str, dump: int) -> None:
-        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
+        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`, or `DEDUPLICATION`."""
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Return recorded pending or running jobs of unfinished dumps. Raises SchedulerError if Slurm cannot tell."""
-        unfinished = set(self.pending())
+        """Return recorded pending or running jobs of unfinished dumps and of deduplication. Raises SchedulerError if
+        Slurm cannot tell."""
+        unfinished = {*self.pending(), DEDUPLICATION}
         ids = [
             str(record["slurm_job_id"]) for record in read_json_lines(self._jobs) if record.get("dump") in unfinished
         ]
@@ -175,18 +192,30 @@ BYTES_PER_DUMP = 150_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """One unit of tokenization. `files` are ordered largest first."""
+    """One unit of tokenization. `files` are ordered largest first, or by path where large ones are cut into ranges."""
 
     index: int
     files: tuple[inputs.DataFile, ...]
+
+    @classmethod
+    def of(cls, index: int, names: Sequence[str], sizes: Mapping[str, int]) -> Dump:
+        """Return a dump of these files and ranges; `sizes`: the bytes by file."""
+        pairs = [(name, range_bytes(name, sizes[file_of_range(name)])) for name in names]
+        return cls(index=index, files=tuple(inputs.DataFile(path=name, size=size) for name, size in pairs))
 
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
 
-def split_files(files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
-    """Deal `files` onto `n_dumps` dumps (at most one per file), numbered from `first_index`."""
+def split_files(
+    files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: int = 0, dataset: str = ""
+) -> list[Dump]:
+    """Deal `files` below `dataset` onto `n_dumps` dumps, numbered from `first_index`: at most one per file, or in order
+    and cut into ranges if one of them has the bytes of two dumps."""
+    sizes = {file.path: file.size for file in files}
+    if ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps):
+        return [Dump.of(first_index + number, names, sizes) for number, names in enumerate(ranges)]
     count = min(n_dumps, len(files))
     parts: list[list[inputs.DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
@@ -216,6 +245,7 @@ def prepare_dumps(
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
+    _refuse_incomplete(Path(dataset, DEDUP_WORK))
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
@@ -225,7 +255,7 @@ def prepare_dumps(
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
             raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
         begun = _begun_dumps(metadata, dataset, files_there)
-        done = {name for dump in begun.values() for name in dump.names}
+        done = {file_of_range(name) for dump in begun.values() for name in dump.names}
         files_there, twins = inventory.leave_out_twins(dataset, files_there, done)
         found = files_there.taken
         inventory.write_inventory(metadata.inventory, files_there, twins)
@@ -237,10 +267,10 @@ def prepare_dumps(
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
             hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
-        by_name = {file.path: file for file in found}
-        dumps = [Dump(index=i, files=tuple(map(by_name.__getitem__, dump.names))) for i, dump in again.items()]
+        sizes = {file.path: file.size for file in found}
+        dumps = [Dump.of(index, dump.names, sizes) for index, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1)
+        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1, dataset=dataset)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
@@ -254,6 +284,14 @@ def prepare_dumps(
     return dumps
 
 
+def _refuse_incomplete(work: Path) -> None:
+    """Raise InputError if `work` is that of a deduplication whose documents are not all there."""
+    with contextlib.suppress(FileNotFoundError):
+        if read_json(work / "settings.json")["stages"]["kept"] > len(list(work.glob("records/kept-*.json"))):
+            hint = "`relayrun dumps dedup` goes on with it"
+            raise InputError("this deduplication is not complete", where=work.parent, hint=hint)
+
+
 class _BegunDump(NamedTuple):
     """A dump with shards."""
 
@@ -265,17 +303,19 @@ class _BegunDump(NamedTuple):
 
 
 def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -> dict[int, _BegunDump]:
-    """Return the finished dumps and those with shards, compared with their files by the record; name what changed.
+    """Return the finished dumps, those with shards, and those with other ranges of their files, compared with their
+    files by the record; name what changed.
     Raises RelayrunError if a file of a dump that is to be submitted is left out now."""
     taken, finished = {file.path for file in there.taken}, metadata.finished()
     sizes = {file.path: file.size for file in there.taken} | {file.path: file.size for file in there.left_out}
     found: dict[int, _BegunDump] = {}
-    for index in sorted({*finished, *metadata.pending()}):
+    listed = {index: inputs.read_paths_file(metadata.completed / f"paths_file_{index}.txt") for index in finished}
+    waiting = {index: inputs.read_paths_file(metadata.paths_file(index)) for index in metadata.pending()}
+    listed |= {index: names for index, names in waiting.items() if any(metadata.shards(index).glob("*.bin"))}
+    cut = {file_of_range(name) for names in listed.values() for name in names if file_of_range(name) != name}
+    listed |= {index: names for index, names in waiting.items() if not cut.isdisjoint(map(file_of_range, names))}
+    for index, names in sorted(listed.items()):
         pending, folder = index not in finished, metadata.shards(index)
-        if pending and not any(folder.glob("*.bin")):
-            continue
-        paths_file = metadata.paths_file(index) if pending else metadata.completed / f"paths_file_{index}.txt"
-        names = inputs.read_paths_file(paths_file)
         changed, gone = shard_folder.stale_inputs(folder, dataset, sizes)
         if len(gone) == len(names):
             log.warning("dump %d: all its files are gone: its shards stay", index)
@@ -284,9 +324,9 @@ def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -
             if files:
                 words = "dump %d: %s of its files %s since it was tokenized, and their shards are made again: %s"
                 log.warning(words, index, f"{len(files):,}", what, inventory.first_names(files))
-        names = [name for name in names if name not in gone]
+        names = [name for name in names if file_of_range(name) not in gone]
         found[index] = _BegunDump(names, gone, again=pending or bool(changed or gone))
-        if found[index].again and (left_out := [name for name in names if name not in taken]):
+        if found[index].again and (left_out := [name for name in names if file_of_range(name) not in taken]):
             words = f"{len(left_out):,} of its files would be left out now; the first is {printable(left_out[0])}"
             hint = "give the options of before, or delete the folder of its shards and its paths file"
             raise RelayrunError(f"dump {index} is tokenized in part, and {words}", where=folder, hint=hint)

@@ -31,6 +31,23 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of folder and job names."""
 
 
+class DedupSettings(Section):
+    """Stages over the documents of all dumps, behind the steps of `pipeline`: `relayrun dumps dedup`."""
+
+    output_folder: OutputPath
+    """Gets the documents that stay as .jsonl.gz, and the work of the stages in `_dedup`."""
+    exact: bool = True
+    """Keep one of the documents with the same text."""
+    minhash: dict[str, Any] | None = None
+    """Keep one of the documents with nearly the same text, by these parameters of datatrove's MinhashConfig."""
+    evaluations: str | None = None
+    """Folder of evaluation sets; documents that share an n-gram with them are dropped."""
+    decontamination: dict[str, Any] = {}
+    """Parameters of datatrove's NGramsDecontConfig."""
+    language: str = "en"
+    """Language of the words of an n-gram, or the import path of a class of datatrove's WordTokenizer."""
+
+
 class TokenizationSettings(TokenizeOptions):
     """Settings for every dump of a data set; the output is `output_folder/tokenizer_name/dataset_name/dump-i`."""
 
@@ -41,11 +58,14 @@ class TokenizationSettings(TokenizeOptions):
     output_folder: OutputPath
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
+    dedup: DedupSettings | None = None
+    """Deduplication and decontamination before the tokenization; None: none."""
 
     @property
     def outputs(self) -> dict[str, str]:
         """Folders to which jobs write, by setting."""
-        return {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        found = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        return found if self.dedup is None else found | {"dedup.output_folder": self.dedup.output_folder}
 
     @property
     def name(self) -> str:
@@ -74,9 +94,17 @@ class TokenizationSettings(TokenizeOptions):
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:
         """Resolve relative paths from the folder `base`; a tokenizer that is not a path stays a name."""
-        changed = {name: os.path.abspath(os.path.join(base, place)) for name, place in self.outputs.items()}
-        if os.path.exists(tokenizer := os.path.join(base, self.tokenizer)):
-            changed["tokenizer"] = os.path.abspath(tokenizer)
+
+        def resolved(place: str) -> str:
+            return os.path.abspath(os.path.join(base, place))
+
+        changed: dict[str, Any] = {name: resolved(place) for name, place in self.outputs.items()}
+        if self.dedup is not None:
+            own = {"output_folder": changed.pop("dedup.output_folder")}
+            own |= {"evaluations": resolved(self.dedup.evaluations)} if self.dedup.evaluations else {}
+            changed["dedup"] = self.dedup.model_copy(update=own)
+        if os.path.exists(tokenizer := resolved(self.tokenizer)):
+            changed["tokenizer"] = tokenizer
         return self.model_copy(update=changed)
 
 

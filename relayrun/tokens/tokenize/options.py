@@ -42,7 +42,7 @@ class TokenizeOptions(Section):
     column: str = "text"
     """The text column; a name with dots is a nested field."""
     tasks: Positive = 20
-    """Shards of a dump (of a paths file), at most one per file."""
+    """Shards of a dump (of a paths file): at most one per file, or per range of a large file."""
     eos_token: str | None = None
     """Token that ends every document; None: the tokenizer's own."""
     append_eod: Annotated[AppendEod, BeforeValidator(_yes_or_no)] = "yes"
@@ -117,7 +117,7 @@ def add_tokenize_flags(parser: argparse.ArgumentParser, names: Collection[str] =
     number, default = {"type": int, "metavar": "N"}, "(default: %(default)s)"
     hub = "a tokenizer.json, a folder that holds one, or a hub name"
     add("tokenizer", hub, "--model-identifier", required=True, metavar="T")
-    add("tasks", "number of shards, at most one per file (default: %(default)s, as in a config)", **number)
+    add("tasks", "number of shards, at most one per file or range (default: %(default)s, as in a config)", **number)
     add("workers", f"shards made at a time; -1: as many as tasks {default}", **number)
     add("column", f"column of the text {default}", "--text-field")
     add("eos_token", "ends every document (default: the tokenizer's own)", metavar="TOKEN")

@@ -19,7 +19,9 @@ from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
 from relayrun.progress import Progress, clear_line, count
 from relayrun.publishing import blaming_output
+from relayrun.tokens.readers.deal_files import SMALLEST_RANGE
 from relayrun.tokens.readers.faults import describe_bad_lines
+from relayrun.tokens.readers.file_ranges import file_of_range, range_of_file
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
@@ -58,7 +60,7 @@ class TokenizeResult:
     """Skipped lines by reason."""
     losses: dict[str, int]
     rows: dict[str, int]
-    """Rows of each file."""
+    """Rows of each path of the paths file."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -95,7 +97,7 @@ def tokenize_paths_file(
     use_one_thread()
     names = read_paths_file(paths_file)
     source = resolve_url_link(dataset)
-    inputs = {file[0]: file for file in stat_inputs(source, names, missing_ok=options.skips_files)}
+    inputs = {file_of_range(file[0]): file for file in stat_inputs(source, names, missing_ok=options.skips_files)}
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
@@ -106,11 +108,14 @@ def tokenize_paths_file(
             remove_leftovers(folder_of_ours)
         with _hold_hub_cache(options.cache_dir):
             tokenizer = load_tokenizer(options)
-        folder = _open_folder(output, names, options, tokenizer, source, logs)
-        parts = [ShardTask(name, tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
-        if len(names) < options.tasks != TokenizeOptions.default("tasks"):
-            words = "%d files make at most %d shards, each by one worker: `relayrun dumps shuffle` cuts large files"
-            log.info(words, len(names), len(names))
+        folder = _open_folder(output, [*inputs.values()], options, tokenizer, source, logs)
+        parts = [
+            ShardTask(shard, tuple(range_of_file(inputs[file_of_range(name)], name) for name in paths))
+            for shard, paths in folder.parts.items()
+        ]
+        if len(parts) < options.tasks != TokenizeOptions.default("tasks"):
+            words = "%d files make %d shards: a range of a large file has %d MB or more, and one row group or member"
+            log.info(words, len(names), len(parts), SMALLEST_RANGE >> 20)
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
         todo = _unfinished_tasks(folder, parts, source, workers)
         for part in todo:
@@ -138,7 +143,12 @@ def tokenize_paths_file(
 
 
 def _open_folder(
-    output: Path, names: Sequence[str], options: TokenizeOptions, tokenizer: DocumentTokenizer, source: str, logs: Path
+    output: Path,
+    files: Sequence[InputFile],
+    options: TokenizeOptions,
+    tokenizer: DocumentTokenizer,
+    source: str,
+    logs: Path,
 ) -> ShardFolder:
     settings: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
@@ -154,7 +164,7 @@ def _open_folder(
     return ShardFolder(
         output,
         settings,
-        names,
+        files,
         tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
         source={"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")},
     )
@@ -239,15 +249,20 @@ def _result(
     folder: ShardFolder, inputs: Collection[InputFile], *, workers: int, tasks_run: int, seconds: float
 ) -> TokenizeResult:
     tasks = list(folder.tasks.values())
+    rows: Counter[str] = Counter()
+    listed = {file_of_range(file[0]): file[0] for file in inputs}
+    for task in tasks:
+        for file, found in zip(task.inputs, task.file_rows, strict=False):
+            rows[listed[file_of_range(file[0])]] += found
     return TokenizeResult(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
         **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
-        steps=shard_folder.describe_step_counts(tasks),
+        steps=shard_folder.describe_step_counts(task.steps for task in tasks),
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),
-        rows={file[0]: rows for task in tasks for file, rows in zip(task.inputs, task.file_rows, strict=False)},
+        rows=dict(rows),
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,

@@ -2,7 +2,7 @@
 
     settings   settings of the shards; all shards of a folder share them
     source     place of the data set, and of a copy of the tokenizer
-    parts      by shard: its files; files that join the dump later get shards of their own
+    parts      by shard: its files, or ranges of large ones; files that join the dump later get shards of their own
     tokenizer  compared with a run's tokenizer: fingerprint of the ids, size of the vocabulary
     shards     by finished shard: a TaskRecord
 
@@ -31,7 +31,9 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
+from relayrun.tokens.readers.deal_files import deal_in_ranges
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
+from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes, split_range
 from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -112,7 +114,7 @@ log = logging.getLogger(__name__)
 RECORD_FORMAT = "relayrun tokenization, version 3"
 _EXCLUSIONS = "exclusions/{}.jsonl.gz"
 _FILES = ("{}.idx", "{}.bin", _EXCLUSIONS)
-_WHOLE, _ENDS = "xxh3-128:", "ends:"
+_WHOLE, _ENDS, _RANGE = "xxh3-128:", "ends:", "range:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
 
@@ -184,22 +186,29 @@ class TaskRecord:
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def describe_step_counts(tasks: Iterable[TaskRecord]) -> str:
-    """Describe the documents in and out of each step of these tasks of one folder; empty without steps."""
-    steps = zip(*(task.steps for task in tasks), strict=True)
-    totals = [(of[0]["step"], sum(each["in"] for each in of), sum(each["out"] for each in of)) for of in steps]
-    return "; ".join(f"{name} {documents_in:,} in, {out:,} out" for name, documents_in, out in totals)
+def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+    """Describe the documents in and out of each step of tasks with the same steps, and the share of the bytes that it
+    leaves; empty without steps."""
+    found = []
+    for of in zip(*tasks, strict=True):
+        total = sum((Counter({name: n for name, n in each.items() if isinstance(n, int)}) for each in of), Counter())
+        share = f" ({total['bytes_out'] / total['bytes_in']:.0%} of the bytes)" if total["bytes_in"] else ""
+        found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out{share}")
+    return "; ".join(found)
 
 
 def file_content_hash(path: str) -> str:
     """Return a fingerprint of the bytes of a file.
 
-    A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. Below a URL, to avoid a second
-    fetch: `ends:` and the sha256 of its first and last 64 KiB. Empty for an unreadable file and a pipe.
+    A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. A range: `range:` and the
+    checksum of its bytes, behind which its last row may end. Below a URL, to avoid a second fetch: `ends:` and the
+    sha256 of the first and last 64 KiB of the file. Empty for an unreadable file and a pipe.
     """
+    path, begin, end = split_range(path)
     if not is_url(path):
         with contextlib.suppress(OSError):
-            return _WHOLE + file_checksum(path) if os.path.isfile(path) else ""
+            kind = _RANGE if begin or end else _WHOLE
+            return kind + file_checksum(path, begin, end) if os.path.isfile(path) else ""
         return ""
     try:
         return _ENDS + hash_file_ends(path)
@@ -225,7 +234,7 @@ class ShardFolder:
         self,
         path: str | os.PathLike[str],
         settings: dict[str, Any],
-        files: Sequence[str],
+        files: Sequence[InputFile],
         *,
         tokenizer: dict[str, Any],
         source: dict[str, str],
@@ -247,7 +256,7 @@ class ShardFolder:
             record = FolderRecord.read(self.path)
             known, self.parts, self.tasks = record.settings, record.parts, record.tasks
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
-        if {name for part in self.parts.values() for name in part} - set(files):
+        if self._dealt() - {file_of_range(file[0]) for file in files}:
             different.append("paths")
         shards = {file.name.rsplit(".", 1)[0] for suffix in ("bin", "idx") for file in self.path.glob(f"*.{suffix}")}
         if different and shards:
@@ -261,13 +270,18 @@ class ShardFolder:
             words = f"this folder holds shards that are not of this run, for example {strange[0]}"
             raise InputError(words, where=self.path, hint=hint)
 
-    def _deal(self, files: Sequence[str]) -> None:
-        """Deal every file without a part onto new parts: file i of them into part i mod `tasks`."""
-        dealt = {name for part in self.parts.values() for name in part}
-        new = [name for name in files if name not in dealt]
-        count, first = min(self.settings["tasks"], len(new)), len(self.parts)
-        for number in range(count):
-            self.parts[shard_name(first + number)] = new[number::count]
+    def _dealt(self) -> set[str]:
+        return {file_of_range(name) for part in self.parts.values() for name in part}
+
+    def _deal(self, files: Sequence[InputFile]) -> None:
+        """Deal every file without a part onto new parts: file i of them into part i mod `tasks`. If a file has the
+        bytes of two parts, all are dealt in order, and cut; not before steps, which know a document by its row."""
+        dealt, tasks, first = self._dealt(), self.settings["tasks"], len(self.parts)
+        new = [file for file in files if file_of_range(file[0]) not in dealt]
+        parts = [[file[0] for file in new[number::tasks]] for number in range(min(tasks, len(new)))]
+        if "pipeline" not in self.settings:
+            parts = deal_in_ranges(self._source["dataset"], new, tasks) or parts
+        self.parts |= {shard_name(first + number): part for number, part in enumerate(parts)}
 
     def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
         """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs. Reads
@@ -366,7 +380,7 @@ def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Coll
                 raise OSError("another process writes shards here")
             record = read_json(Path(folder, FOLDER_RECORD))
             for shard, files in record["parts"].items():
-                record["parts"][shard] = [name for name in files if name not in inputs]
+                record["parts"][shard] = [name for name in files if file_of_range(name) not in inputs]
                 if shard in names or len(record["parts"][shard]) < len(files):
                     record["shards"].pop(shard, None)
             write_atomic(Path(folder, FOLDER_RECORD), json.dumps(record, indent=1) + "\n")
@@ -375,7 +389,7 @@ def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Coll
 
 
 def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Return the inputs of the shards of `folder` that changed since they were read, and those that are gone; none
+    """Return the files of the shards of `folder` that changed since they were read, and those that are gone; none
     without a record. Local files are compared by `is_unchanged`; below a URL by `sizes`, the bytes by path."""
     try:
         record = FolderRecord.read(folder)
@@ -383,16 +397,19 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         return [], []
     known = [pair for task in record.tasks.values() for pair in zip(task.inputs, task.fingerprints, strict=True)]
     if is_url(dataset):
-        now = [(name, sizes.get(name, 0), changed if name in sizes else -1) for (name, _, changed), _ in known]
+        now = [
+            (name, range_bytes(name, sizes.get(file := file_of_range(name), 0)), changed if file in sizes else -1)
+            for (name, _, changed), _ in known
+        ]
     else:
         now = stat_inputs(dataset, [then[0] for then, _ in known], missing_ok=True)
-    changed, gone = [], []
+    changed, gone = dict[str, None](), dict[str, None]()
     for there, (then, digest) in zip(now, known, strict=True):
         if there[1:] == MISSING_FILE != then[1:]:
-            gone.append(then[0])
+            gone[file_of_range(then[0])] = None
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
-            changed.append(then[0])
-    return changed, gone
+            changed[file_of_range(then[0])] = None
+    return [*changed], [*gone]
 
 
 def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +31,9 @@ import pyarrow as pa
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
-from relayrun.tokens.readers.texts import PackedTexts, release_pages
+from relayrun.tokens.readers.texts import PackedTexts, large_strings, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
@@ -163,15 +165,19 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
+    ahead: _Ahead = {}
     try:
-        for file in part.inputs:
+        for number, file in enumerate(part.inputs):
             if bad:
                 bad += _file_faults(job, file)
                 continue
+            if not ahead and steps is None and file[1] <= _SMALL_BYTES:
+                ahead = _encode_ahead(job, part.inputs[number : number + _MOST_AHEAD], engine)
             mark, before = shard.mark(), record.counts()
             faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
-                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
+                ready = ahead.pop(file, None)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps, ready)
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
@@ -195,7 +201,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     except BaseException:
         shard.abort()
         if steps is not None:
-            steps.abort()
+            steps.close()
         raise
     finally:
         progress.end()
@@ -226,11 +232,15 @@ def _tokenize_file(
     progress: TaskProgress,
     faults: LineFaults,
     steps: ShardSteps | None,
+    ready: tuple[pa.Array, Encoded] | None,
 ) -> str:
-    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
+    """Add the documents of a file to the shard; return its fingerprint. `ready`: its texts and ids, if it was read and
+    encoded with others. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
     options = job.options
-    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    arrays: Iterator[pa.Array] = iter(ready[:1] if ready is not None else ())
+    if ready is None:
+        arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         where = (
@@ -238,19 +248,17 @@ def _tokenize_file(
         )
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
-            seen_of_ids = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
-            losses = _loss_counter(job.definition, job.fingerprint).count(texts, seen_of_ids)
-            record.losses = dict(losses + Counter(record.losses))
-            record.documents += kept
-            record.empty_documents += max(0, 1 - kept - losses[LOST_DOCUMENTS])
+            encoded = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
         else:
-            texts, encoded = _encode(engine, texts, faults, f"{printable(path)}, text {record.rows - first + 1}")
-            losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-            record.losses = dict(losses + Counter(record.losses))
+            where_first = f"{printable(path)}, text {record.rows - first + 1}"
+            texts, encoded = (texts, ready[1]) if ready is not None else _encode(engine, texts, faults, where_first)
             ids, lengths = job.framing.apply(*encoded, shard.reserve)
-            record.documents += len(lengths)
-            record.empty_documents += max(0, len(texts) - len(lengths) - losses[LOST_DOCUMENTS])  # 0: they are kept
             shard.add(ids, lengths)
+            kept = len(lengths)
+        losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
+        record.losses = dict(losses + Counter(record.losses))
+        record.documents += kept
+        record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
         record.rows += len(texts)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
@@ -262,6 +270,43 @@ def _tokenize_file(
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
     return known
+
+
+_SMALL_BYTES, _MOST_AHEAD = 64_000, 4096
+"""Bytes of a file that is encoded with others: a call of an engine costs as much as 50 kB of text; and such files."""
+
+
+_Ahead = dict[InputFile, tuple[pa.Array, Encoded] | None]
+"""Texts and ids of files that were read and encoded ahead."""
+
+
+def _encode_ahead(job: TokenizeContext, files: Sequence[InputFile], engine: Engine) -> _Ahead:
+    """Return the texts and ids of small files, as many as fit into a batch, encoded together. Files in which anything
+    is wrong have None: they are read again, alone."""
+    looked: _Ahead = {}
+    found: dict[InputFile, pa.Array] = {}
+    options, left, routed = job.options, job.options.batch_bytes, engine.routed
+    for file in files:
+        if left <= 0 or file[1] > _SMALL_BYTES:
+            break
+        looked[file] = None
+        with contextlib.suppress(RelayrunError, OSError):
+            path = join_path(job.dataset, file[0])
+            arrays = [*read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output)]
+            array = pa.concat_arrays([large_strings([]), *(each.cast(pa.large_string()) for each in arrays)])
+            if array.nbytes <= options.batch_bytes and len(array) <= options.batch_documents:
+                found[file] = array
+                left -= array.nbytes
+    texts = [array.drop_null() for array in found.values()]
+    try:
+        ids, lengths = engine.encode(PackedTexts.from_arrow(pa.concat_arrays(texts)))
+    except Exception:  # a text that the tokenizer does not know: the task of its file names it
+        engine.routed = routed
+        return looked
+    ends = np.append(0, np.cumsum(lengths))
+    bounds = [*itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))]
+    encoded = [(ids[ends[first] : ends[last]], lengths[first:last]) for first, last in bounds]
+    return looked | dict(zip(found, zip(found.values(), encoded, strict=True), strict=True))
 
 
 def _encode(engine: Engine, texts: PackedTexts, faults: LineFaults, where: str) -> tuple[PackedTexts, Encoded]:
@@ -354,7 +399,9 @@ def _text_batches(
 
 def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read only once
+    paths = [
+        path for path in paths if is_url(path) or os.path.isfile(file_of_range(path))
+    ]  # a pipe can be read only once
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:

@@ -14,9 +14,9 @@ import json
 import os
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,13 +61,68 @@ class DocumentRows(LineFaults):
         return array
 
 
+class JsonLines:
+    """A .jsonl.gz file that is being written, with a member of gzip for each input file. It holds no time: the same
+    lines give the same bytes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._raw = open(path, "wb")  # noqa: SIM115 - closed by close
+        self._member = self._begin()
+
+    def _begin(self) -> gzip.GzipFile:
+        self._start = self._raw.tell()
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=self._raw, mtime=0)
+
+    def begin_member(self) -> None:
+        """Begin the next member; an empty one leaves no bytes."""
+        if self._member.tell():
+            self._member.close()
+            self._member = self._begin()
+
+    def write(self, line: bytes) -> None:
+        self._member.write(line)
+
+    def rollback(self) -> None:
+        """Drop the lines since `begin_member`."""
+        self._member.close()
+        self._raw.seek(self._start)
+        self._raw.truncate()
+        self._member = self._begin()
+
+    def close(self) -> None:
+        """End the file; nothing is synced."""
+        self._member.close()
+        self._raw.close()
+
+
+def exclusion_line(document: Any, before: Mapping[str, Any], place: Mapping[str, Any]) -> bytes:
+    """Return the record of a dropped document. Scores are the numbers and words of its metadata that `before` lacks."""
+    known = {**before, "filter_reason": document.metadata.get("filter_reason")}
+    scores = {
+        name: value
+        for name, value in document.metadata.items()
+        if isinstance(value, (int, float, str)) and known.get(name) != value
+    }
+    record = {**place, "scores": scores, "text": document.text, "metadata": before}
+    return (json.dumps(record, ensure_ascii=False, default=str) + "\n").encode("utf-8", "backslashreplace")
+
+
 class _Step:
     """A step in a task, and what it did."""
 
     def __init__(self, number: int, entry: Any, shard: ShardSteps) -> None:
         self.name, given = name_and_arguments(entry)
         self.step = build_step(entry)
-        self.counts: dict[str, Any] = {"step": self.name, "in": 0, "out": 0, "dropped": {}}
+        self.counts: dict[str, Any] = {
+            "step": self.name,
+            "in": 0,
+            "out": 0,
+            "bytes_in": 0,
+            "bytes_out": 0,
+            "dropped": {},
+        }
         if hasattr(self.step, "exclusion_writer"):
             self.step.exclusion_writer = shard
         self._seed = f"{number} {given.get('seed')}"
@@ -93,107 +148,93 @@ class _Step:
 class ShardSteps:
     """The steps of one shard, and its file of dropped documents."""
 
-    def __init__(self, options: TokenizeOptions, *, output: str, shard: str) -> None:
-        """Raises InputError if a step cannot be made."""
+    def __init__(self, options: TokenizeOptions, *, output: str, shard: str, last: Sequence[Any] = ()) -> None:
+        """`last`: steps behind those of the options. Raises InputError if a step cannot be made."""
         self._options = options
-        self._steps = [_Step(number, entry, self) for number, entry in enumerate(options.pipeline)]
+        self._steps = [_Step(number, entry, self) for number, entry in enumerate((*options.pipeline, *last))]
         self._refused: Any = None
         """The document that a filter has just dropped."""
         self._path = exclusion_file(output, shard)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._raw: IO[bytes] = open(f"{self._path}.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
-        self._lines: gzip.GzipFile | None = None
+        self._lines = JsonLines(f"{self._path}.tmp")
 
     def begin_file(self, file: str) -> DocumentRows:
         """Begin a file; return the object that its reader fills."""
-        self._end_member()
-        self._before = self._raw.tell(), copy.deepcopy([each.counts for each in self._steps])
-        # a member of gzip for each file, without a time: the same documents give the same bytes
-        self._lines = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, mtime=0)
-        self._file = file
+        self._lines.begin_member()
+        self._before = copy.deepcopy([each.counts for each in self._steps])
+        self.file = file
         self.row = 0
         """Rows of the file so far, bad ones and nulls among them."""
         self.rows = DocumentRows(self._options)
         return self.rows
 
-    def _end_member(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-
     def rollback(self) -> None:
         """Drop the counts and the documents of the file that `begin_file` began."""
-        self._end_member()
-        place, counts = self._before
-        self._raw.seek(place)
-        self._raw.truncate()
-        for step, before in zip(self._steps, counts, strict=True):
+        self._lines.rollback()
+        for step, before in zip(self._steps, self._before, strict=True):
             step.counts = before
 
     def finish(self) -> tuple[list[dict[str, Any]], str]:
         """Publish the file of dropped documents; return the counts of each step, and the checksum of the file."""
-        self._end_member()
-        self._raw.close()
-        digest = file_checksum(self._raw.name)
-        fsync_file(self._raw.name)
-        os.replace(self._raw.name, self._path)
+        self._lines.close()
+        digest = file_checksum(self._lines.path)
+        fsync_file(self._lines.path)
+        os.replace(self._lines.path, self._path)
         fsync_directory(self._path.parent)
         return [each.counts for each in self._steps], digest
 
-    def abort(self) -> None:
-        """Remove the unfinished file."""
-        self._raw.close()
-        Path(self._raw.name).unlink(missing_ok=True)
+    def close(self) -> None:
+        """Remove the file if it is unfinished."""
+        self._lines.close()
+        self._lines.path.unlink(missing_ok=True)
 
     def apply(self, array: pa.Array) -> PackedTexts:
         """Return the texts that the steps leave of the next rows of the file. An empty text passes as it is."""
+        return PackedTexts.join([document.text.encode() for document in self.documents(array)])
+
+    def documents(self, array: pa.Array) -> Iterator[Any]:
+        """Yield the documents that the steps leave of the next rows of the file, also those without text."""
         from datatrove.data import Document  # on demand: datatrove takes seconds to import
 
-        texts: list[bytes] = []
         for text in array.to_pylist():
             row, columns = self.row, self.rows.others.popleft()
             self.row += 1
             if not text:
-                texts += [] if text is None else [b""]
+                yield from [] if text is None else [Document(text="", id="")]
                 continue
             # id and metadata as datatrove's readers make them
-            document_id = columns.pop("id", f"{self._file}/{row}")
+            document_id = columns.pop("id", f"{self.file}/{row}")
             inner = columns.pop("metadata", {})
             metadata = (inner if isinstance(inner, dict) else {"metadata": inner}) | columns
             documents = [Document(text=text, id=str(document_id), metadata=metadata)]
             for step in self._steps:
                 documents = [found for each in documents for found in self._pass(each, step, row)]
-            texts += [each.text.encode() for each in documents]
-        return PackedTexts.join(texts)
+            yield from documents
 
     def _pass(self, document: Any, step: _Step, row: int) -> list[Any]:
         """Return what a step makes of a document; write down why it drops the document."""
         step.counts["in"] += 1
+        step.counts["bytes_in"] += len(document.text.encode())
         step.reseed(document.id)
         before, self._refused = dict(document.metadata), None
         reason = ""
         try:
             found: list[Any] = list(step.step.run(iter([document])))
-            for each in found:
-                each.text.encode()  # a step may leave something else than a text in UTF-8
+            sizes = [len(each.text.encode()) for each in found]  # fails if a step leaves something else than UTF-8
         except Exception as error:
             words = f"step {step.name} raises {type(error).__name__}: {printable(str(error))}"
             if self._options.on_step_error == "fail" or isinstance(error, (ImportError, OSError)):
                 hint = "mend the step, or drop such documents with on_step_error: drop"
-                where = f"document {printable(document.id)} (row {row} of {printable(self._file)})"
+                where = f"document {printable(document.id)} (row {row} of {printable(self.file)})"
                 raise RelayrunError(words, where=where, hint=hint) from error  # no fault of the file
-            found, reason = [], f"error: {type(error).__name__}"
+            found, sizes, reason = [], [], f"error: {type(error).__name__}"
         step.counts["out"] += len(found)
+        step.counts["bytes_out"] += sum(sizes)
         if not found:
             refused = self._refused or document
             reason = reason or str(refused.metadata.get("filter_reason") or "dropped")
             step.counts["dropped"][reason] = step.counts["dropped"].get(reason, 0) + 1
-            numbers = {name: value for name, value in refused.metadata.items() if isinstance(value, (int, float))}
-            scores = {name: value for name, value in numbers.items() if before.get(name) != value}
-            place = {"id": refused.id, "file": self._file, "row": row, "step": step.name}
-            record = place | {"reason": reason, "scores": scores, "text": refused.text, "metadata": before}
-            line = json.dumps(record, ensure_ascii=False, default=str) + "\n"
-            assert self._lines is not None
-            self._lines.write(line.encode("utf-8", "backslashreplace"))
+            place = {"id": refused.id, "file": self.file, "row": row, "step": step.name, "reason": reason}
+            self._lines.write(exclusion_line(refused, before, place))
         return found
 
     # a filter of datatrove enters its exclusion writer, and gives it the document that it drops

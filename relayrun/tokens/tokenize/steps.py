@@ -8,6 +8,7 @@ This module imports datatrove on demand: a data set without steps never loads it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -114,13 +115,30 @@ def _step_class(name: str) -> Any:
 
 def _short_names() -> dict[str, Any]:
     """Return datatrove's filters and formatters by short name, GopherQualityFilter as `gopher_quality`."""
-    from datatrove.pipeline import filters, formatters
+    from datatrove.pipeline import decont, filters, formatters
 
-    found = {}
+    found = {"decontamination": decont.NGramsDecontFilter}
     for name, cls in (vars(filters) | vars(formatters)).items():
         if isinstance(cls, type):
             *words, _ = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
             found["_".join(words).lower()] = cls
+    return found
+
+
+def build_config(cls: Any, given: Mapping[str, Any]) -> Any:
+    """Return a dataclass of datatrove's parameters. Raises InputError for an unknown parameter or a wrong type."""
+    for argument, value in given.items():
+        _check_argument(cls, argument, value)
+    return cls(**{argument: _value(cls, argument, value) for argument, value in given.items()})
+
+
+def find_word_tokenizer(language: str) -> Any:
+    """Return datatrove's word tokenizer of a language, or an object of the class at an import path. Raises ImportError
+    for a missing package, ValueError for an unknown language."""
+    from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+    found = load_word_tokenizer(_imported(language)() if "." in language else language)
+    found.word_tokenize("word")  # some load their package at the first word
     return found
 
 
@@ -133,10 +151,18 @@ def _imported(path: str) -> Any:
 
 
 def _value(cls: Any, argument: str, value: Any) -> Any:
-    """Return the argument that a constructor gets: a function for its import path."""
+    """Return the argument that a constructor gets: a function for its import path, an object for its parameters."""
     parameter = inspect.signature(cls).parameters.get(argument)
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(kind := _type_hints(cls).get(argument)):
+        return build_config(kind, value)
     function = isinstance(value, str) and parameter is not None and "Callable" in str(parameter.annotation)
     return _imported(value) if function else value
+
+
+def _type_hints(cls: Any) -> dict[str, Any]:
+    with contextlib.suppress(NameError, TypeError):
+        return typing.get_type_hints(cls.__init__)
+    return {}
 
 
 def _check_argument(cls: Any, argument: str, value: Any) -> None:
@@ -147,7 +173,7 @@ def _check_argument(cls: Any, argument: str, value: Any) -> None:
     if argument not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         raise InputError(f"unknown argument; {did_you_mean(argument, known) or 'known: ' + ', '.join(known)}")
     with contextlib.suppress(NameError, TypeError, PydanticUserError):  # an annotation that cannot be compared
-        kind = typing.get_type_hints(cls.__init__).get(argument, Any)
+        kind = _type_hints(cls).get(argument, Any)
         try:
             if _value(cls, argument, value) is value:  # JSON: a list is a tuple, too
                 adapter = TypeAdapter(kind | None, config=ConfigDict(arbitrary_types_allowed=True))
@@ -158,10 +184,8 @@ def _check_argument(cls: Any, argument: str, value: Any) -> None:
 
 def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
     """Return the word tokenizer that a filter of datatrove loads for its language at its first document; None without.
-    Raises ImportError for a missing package, ValueError for an unknown language."""
-    from datatrove.utils.word_tokenizers import load_word_tokenizer
-
+    Raises as `find_word_tokenizer`."""
     parameter = inspect.signature(cls).parameters.get("language")
     if parameter is None or not cls.__module__.startswith("datatrove.pipeline.filters."):
         return None
-    return load_word_tokenizer(given.get("language", parameter.default))
+    return find_word_tokenizer(given.get("language", parameter.default))

@@ -19,6 +19,7 @@ from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.publishing import work_folder
+from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
@@ -71,12 +72,8 @@ def run_trials(
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
     metadata = DumpsFolder(metadata_folder)
-    paths_files = [metadata.paths_file(index) for index in metadata.pending()]
-    paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
-    if not paths_files:
-        raise InputError("there are no dumps here", where=metadata.path, hint="`relayrun dumps prepare` makes them")
     dataset = metadata.dataset()
-    names = read_paths_file(paths_files[0])
+    names = [*map(file_of_range, read_paths_file(metadata.paths_files()[0]))]
     trials = []
     for count in workers:
         for size in batch_bytes:
@@ -137,10 +134,7 @@ def _run_trial(
 
 
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
-    """Return the first files below a URL, which cannot be linked: as many as the trial can read."""
-    if len(names) < least:
-        words = f"{least} workers need as many files, and the first dump has {len(names)}"
-        raise InputError(words, where=url, hint="give fewer --workers, or prepare fewer dumps")
+    """Return the first files below a URL, which cannot be linked: as many as the trial can read, at least `least`."""
     total, chosen = 0, list[str]()
     for name in names:
         if len(chosen) >= least and total >= most_bytes:

@@ -60,6 +60,8 @@ class SourceComparison:
     prefix: str
     documents: int = 0
     """Compared documents."""
+    undecoded: int = 0
+    """Compared documents whose ids do not decode to their text."""
     fault: str | None = None
     note: str | None = None
     stale: bool = False
@@ -189,15 +191,16 @@ class _Source:
             return SourceComparison(
                 prefix=prefix, note=f"{found:,} texts gave {count:,} documents; compare all of it with --full"
             )
-        tokenizer = _reference_tokenizer(self.definition)
+        tokenizer, undecoded = _reference_tokenizer(self.definition), 0
         for place, text in sorted(texts.items()):
             ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+            undecoded += tokenizer.decode(ids.tolist(), skip_special_tokens=False) != text
             expected, _ = self.framing.apply(ids, np.array([len(ids)], np.int64))
             if not np.array_equal(expected, _document_ids(self.shard, first + place)):
                 file = printable(self.task.inputs[number][0])
                 fault = f"document {first + place} has other ids than its text, document {place} of {file}"
                 return SourceComparison(prefix=prefix, documents=len(texts), fault=fault)
-        return SourceComparison(prefix=prefix, documents=len(texts))
+        return SourceComparison(prefix=prefix, documents=len(texts), undecoded=undecoded)
 
     def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:
         """Return the texts of the documents `wanted` of a file, by number, and the file's number of documents."""
@@ -285,6 +288,8 @@ class DumpCheckResult:
     shards: int
     documents: int
     """Documents that were tokenized again from their files."""
+    undecoded: int = 0
+    """Compared documents whose ids do not decode to their text."""
     faults: tuple[str, ...]
     closed: str | None = None
     """Reason for which a dump with faults could not be opened again."""
@@ -296,6 +301,7 @@ class DumpCheckResult:
         if self.closed is not None:
             end = f"stays finished ({self.closed}): verify it again later"
         head = f"dump {self.index}: {self.shards:,} shards, {self.documents:,} documents tokenized again"
+        head += f" ({self.undecoded:,} do not decode to their text)" if self.undecoded else ""
         return "\n".join([*lines, f"{head}: {end}"])
 
 
@@ -346,6 +352,6 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
     )
     faults += [f"{each.prefix}: {each.fault}" for each in compared if each.fault is not None]
     faults += [f"{each.prefix} is stale: {each.note}" for each in compared if each.stale]
-    return DumpCheckResult(
-        index=index, shards=len(checked), documents=sum(each.documents for each in compared), faults=tuple(faults)
-    )
+    documents, undecoded = sum(each.documents for each in compared), sum(each.undecoded for each in compared)
+    shards, found = len(checked), tuple(faults)
+    return DumpCheckResult(index=index, shards=shards, documents=documents, undecoded=undecoded, faults=found)

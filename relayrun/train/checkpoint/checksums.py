@@ -18,10 +18,10 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import xxhash
 
@@ -41,25 +41,8 @@ class DamagedCheckpoint(InputError):
     """A checkpoint does not hold the bytes that were saved."""
 
 
-class CheckpointFiles(Protocol):
-    """Files of a checkpoint in any store. A missing file raises FileNotFoundError."""
-
-    @property
-    def where(self) -> Path | str:
-        """Folder, for people."""
-
-    def names(self) -> list[str]:
-        """Return the names in the folder itself."""
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file to read its bytes."""
-
-
 @dataclass(frozen=True)
-class FolderCheckpointFiles:
+class CheckpointFiles:
     """Files of a checkpoint in a local folder; a checkpoint that is a single file has the name `.`."""
 
     where: Path
@@ -149,7 +132,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = hash_checkpoint_file(FolderCheckpointFiles(folder), name)
+            known[name] = hash_checkpoint_file(CheckpointFiles(folder), name)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
@@ -161,11 +144,10 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
 class Checksums:
     """Checksums of one checkpoint, and the comparison with them."""
 
-    def __init__(self, folder: Path | CheckpointFiles, root: str | None) -> None:
+    def __init__(self, folder: Path, root: str | None) -> None:
         """Read checksums.json, and check the size of every file that it names. `root`: hash from the commit; None for a
         checkpoint without a commit. Raises DamagedCheckpoint."""
-        self._in: CheckpointFiles = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
-        self.folder = self._in.where
+        self._in, self.folder = CheckpointFiles(folder), folder
         data = self._bytes(CHECKSUM_INDEX)
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
             raise DamagedCheckpoint(f"{CHECKSUM_INDEX} is not the one that was saved", where=self.folder)
@@ -260,21 +242,18 @@ def hash_checkpoint_file(files: CheckpointFiles, name: str) -> FileChecksum:
         return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
 
 
-def verify_checkpoint(
-    folder: Path | CheckpointFiles, root: str | None, *, only: Collection[str] | None = None
-) -> tuple[int, list[str]]:
+def verify_checkpoint(folder: Path, root: str | None) -> tuple[int, list[str]]:
     """Read back a checkpoint with checksums in full. Returns the bytes read, and a line for each faulty block or file.
-    Memory holds one block. `only`: names of the files to read; the sizes of all are compared."""
-    files = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
+    Memory holds one block."""
+    files = CheckpointFiles(folder)
     try:
-        sums = Checksums(files, root)
-        chosen = {name: known for name, known in sums.files.items() if only is None or name in only}
-        blocks = [block for block in sums.blocks() if block.file in chosen]
+        sums = Checksums(folder, root)
+        blocks = list(sums.blocks())
     except DamagedCheckpoint as error:
         return 0, [error.message]
     faults: list[str] = []
     read = 0
-    for name, known in chosen.items():
+    for name, known in sums.files.items():
         if known.blocks is None:
             try:
                 found = hash_checkpoint_file(files, name)
@@ -287,7 +266,7 @@ def verify_checkpoint(
     ends: dict[str, int] = {}
     for name, of_file in itertools.groupby(blocks, key=lambda block: block.file):
         read += _verify_blocks(files, name, list(of_file), ends, faults)
-    for name, known in chosen.items():
+    for name, known in sums.files.items():
         if known.blocks is not None and ends.get(name, 0) != known.bytes:
             faults.append(f"{name} has bytes without a hash behind byte {ends.get(name, 0)}")
     return read, faults

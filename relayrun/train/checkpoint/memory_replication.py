@@ -19,7 +19,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -66,17 +65,11 @@ class NeighbourReplica:
         self._slots = [MemorySlot(folder, self._before, number, kept=True) for number in range(SLOTS_PER_RANK)]
         self._thread: threading.Thread | None = None
         self._complained = False
-        self.seconds = 0.0
-        """Duration of the last exchange."""
 
     def send(self, copy: MemoryCopy) -> None:
         """Start to send this rank's copy to the next node and to receive that of the node before; see `wait`."""
         self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
         self._thread.start()
-
-    @property
-    def under_way(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the transfer: then the sent copy may change."""
@@ -112,12 +105,10 @@ class NeighbourReplica:
 
     def _run(self, copy: MemoryCopy) -> None:
         lower_thread_priority()
-        started = time.perf_counter()
         try:
             self._swap(to=self._next, copy=copy, source=self._before, slots=self._slots, of=self._before)
         except (RuntimeError, OSError, ValueError) as error:  # a rank is lost, and this one will be ended soon
             self._complain(f"{type(error).__name__}: {error}")
-        self.seconds = time.perf_counter() - started
 
     def _swap(
         self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[MemorySlot], of: int

@@ -3,7 +3,7 @@
 A copy holds this rank's parts of model and optimizer, its generators, and the plain values of a checkpoint, so it fits
 only the layout of this job. A tensor that several ranks of a node have is in one copy (`memory_parts`). A restart uses
 an iteration of which every rank has a copy, its own or a neighbour's, and loads it only if every rank finds the bytes
-that were written. `memory_interval` says how often the state is copied.
+that were written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,8 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.agent.memory_copies import SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.errors import InputError
-from relayrun.files import append_line, read_json_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
-from relayrun.train.checkpoint.memory_interval import MedianCopyAndStepTime, MemoryCopySchedule, StepSlowdown
 from relayrun.train.checkpoint.memory_parts import NodeDivision, divide_among_node, tensor_parts
 from relayrun.train.checkpoint.memory_replication import (
     ByteArray,
@@ -63,8 +59,8 @@ class MemoryTier:
         metrics: Metrics,
     ) -> None:
         """`folder`: the agent's folder in memory."""
-        self._checkpointer, self._ranks, self._attempt, self._metrics = checkpointer, ranks, attempt, metrics
-        self._asked = config.checkpoint.memory_interval
+        self._checkpointer, self._ranks, self._metrics = checkpointer, ranks, metrics
+        self._interval, self._newest = config.checkpoint.memory_interval, 0
         self._slots = [MemorySlot(folder, ranks.rank, number) for number in range(SLOTS_PER_RANK)]
         self._folder, self._per_node = folder, config.job.ntasks_per_node
         self._division: NodeDivision | None = None
@@ -77,32 +73,24 @@ class MemoryTier:
         """Source of the state that `load` restored: `memory` or `neighbour`."""
 
     def start(self, iteration: int) -> None:
-        """Start to count from this iteration; call it before `due`."""
-        known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
-        asked = None if self._asked == "auto" else self._asked
-        self._interval, self._steps = MemoryCopySchedule(asked, at=iteration, known=known), StepSlowdown()
+        """Training starts from this iteration, which has a copy or a checkpoint."""
+        self._newest = iteration
 
     def due(self, iteration: int) -> bool:
-        return self._on and self._interval.due(iteration)
-
-    def record_step(self, seconds: float, *, samples: int) -> None:
-        """Record the seconds of a step over `samples` samples."""
-        under_way = self._neighbour is not None and self._neighbour.under_way
-        self._steps.record_step(seconds, samples=samples, under_way=under_way)
+        """True if the state of this iteration is to be copied; equal on all ranks."""
+        self._newest = min(self._newest, iteration)  # after a rollback
+        return self._on and iteration > self._newest and iteration % self._interval == 0
 
     @torch.no_grad()
-    def save(self, position: TrainingProgress, *, step_seconds: float) -> float:
+    def save(self, position: TrainingProgress) -> float:
         """Copy the state, and start to send it to the neighbour; return the seconds that training waited.
 
         At every moment one iteration is complete everywhere: no rank overwrites a copy before all ranks and their
         neighbours have the next one. If a rank lacks memory, it logs that once, and all continue without copies.
-        `step_seconds`: of a usual step; 0 if unknown.
         """
         started = time.perf_counter()
-        sent = 0.0
         if self._neighbour is not None:
             self._neighbour.wait()
-            sent = self._neighbour.seconds
             self._metrics.sync()  # the copy outlives this node, and must not be ahead of the metrics on disk
             self._ranks.maximum([0])  # the copy before the last may be overwritten when the last has arrived everywhere
         written = None
@@ -111,21 +99,12 @@ class MemoryTier:
         except (NodeMemoryFullError, OSError) as error:
             words = "no copies in memory: %s; restarts start from the disk"
             log.warning("rank %s: " + words, self._ranks.rank, error)
-        seconds = (time.perf_counter() - started, self._steps.added_seconds, sent, step_seconds)
-        failed, *measured = self._ranks.maximum([int(written is None), *(int(1e6 * each) for each in seconds)])
-        if failed:
+        if self._ranks.maximum([int(written is None)])[0]:
             self._on = False
             self.discard()
-        else:
-            copy, beside, neighbour, step = (each / 1e6 for each in measured)
-            changed = self._interval.record_copy(
-                position.iteration, copy=copy, beside=beside, neighbour=neighbour, step=step
-            )
-            self._steps.record_copy()
-            if changed is not None and self._ranks.rank == 0:
-                self._note(position.iteration, changed)
-            if self._neighbour is not None and written is not None:
-                self._neighbour.send(written)
+        elif self._neighbour is not None and written is not None:
+            self._neighbour.send(written)
+        self._newest = position.iteration
         return time.perf_counter() - started
 
     def finish(self) -> None:
@@ -217,25 +196,6 @@ class MemoryTier:
             each.reserve(size)
         header = {"rank": rank, "ranks": self._ranks.world_size, "iteration": iteration}
         return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=division.layout)
-
-    def _known(self) -> int | None:
-        lines = read_json_lines_backwards(self._attempt.memory_intervals)
-        return next((int(line["interval"]) for _, line in lines), None)
-
-    def _note(self, iteration: int, measured: MedianCopyAndStepTime) -> None:
-        """On rank 0: report the new interval and its reason. If the disk is full, training continues."""
-        steps = self._interval.steps
-        cost = measured.cost(steps)
-        self._metrics.say(
-            f"iteration {iteration}: copies in memory every {steps} iterations, at {100 * cost:.1f} % of their time "
-            f"(a copy {measured.copy:.3f} s, and steps beside it {measured.beside:.3f} s longer; a step "
-            f"{measured.step:.3f} s, the neighbour's {measured.neighbour:.3f} s)"
-        )
-        record = {"iteration": iteration, "interval": steps, "cost": cost, **asdict(measured), "time": time.time()}
-        try:
-            append_line(self._attempt.memory_intervals, record, durable=False)
-        except OSError as error:
-            log.warning("%s not written: %s", self._attempt.memory_intervals.name, error)
 
     def _find(self, iteration: int) -> MemoryCopy | None:
         """Return this rank's copy of an iteration, its own or the neighbour's; None if neither is intact."""

@@ -1,6 +1,6 @@
-"""Destinations of copies: the methods of every kind, the folder as a destination, and the limit of the copy rate.
+"""The second place of a run's copies.
 
-In a folder a copy grows in `.staging`, gets its name by a rename, then its line in the record.
+A copy grows in `.staging`, gets its name by a rename, then its line in the record.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from relayrun.control.rundir import checkpoint_records, mirror
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
@@ -23,88 +22,15 @@ from relayrun.leftovers import remove_leftovers, remove_path
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
-from relayrun.train.checkpoint.checksums import CheckpointFiles, FolderCheckpointFiles
+from relayrun.train.checkpoint.checksums import CheckpointFiles
 from relayrun.trust import refuse_untrusted
 
 COPY_PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
 
 
-@dataclass
-class CopyRateLimit:
-    """Limits the bytes copied per second, on average since the first byte. Tests set `sleep` and `clock`."""
-
-    bytes_per_second: float | None
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
-    _began: float | None = None
-    _bytes: int = 0
-
-    def spend(self, count: int) -> None:
-        """Wait until the copy of `count` more bytes is within the limit."""
-        if self.bytes_per_second is None:
-            return
-        self._began = self.clock() if self._began is None else self._began
-        self._bytes += count
-        wait = self._began + self._bytes / self.bytes_per_second - self.clock()
-        if wait > 0:
-            self.sleep(wait)
-
-
 class CopyFailed(RelayrunError):
     """A checkpoint could not be copied; the text says why."""
-
-
-class MirroredFiles(CheckpointFiles, Protocol):
-    """The files of a copy."""
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by its name; of a copy that is a single file under the name `.`."""
-
-
-class MirrorDestination(Protocol):
-    """The second place of one run. Methods raise OSError, and RelayrunError for damaged records."""
-
-    where: Path | str
-    """The folder of the run's copies, or its URL."""
-
-    def owner(self) -> MirrorOwner | None:
-        """Return the owner of the copies that lie there; None if nobody owns the place, or it is away."""
-
-    def prepare(self, owner: MirrorOwner) -> None:
-        """Make it the place of this run. Raises RunDirError if the folder or bucket around it is away."""
-
-    def copies(self) -> dict[str, CheckpointCopy]:
-        """Return the claimed copies by name."""
-
-    def take_back(self, copy: CheckpointCopy, why: str) -> None:
-        """Record that a copy no longer counts, before it is changed."""
-
-    def fault(self, copy: CheckpointCopy) -> str | None:
-        """Return the fault of a copy as far as names and sizes show; None if it is whole."""
-
-    def files(self, copy: CheckpointCopy) -> MirroredFiles:
-        """Return the files that lie under the name of a copy."""
-
-    def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Copy the missing bytes of a checkpoint without a claim, on from an earlier try; return the files to be read
-        back. Raises CopyFailed if the checkpoint cannot be read."""
-
-    def unstage(self, commit: CheckpointCommit) -> None:
-        """Remove the staged files, which differ from the checkpoint."""
-
-    def publish(self, copy: CheckpointCopy) -> None:
-        """Claim the staged files, which were read back."""
-
-    def set_aside(self, copy: CheckpointCopy) -> None:
-        """Move a damaged copy to a place that no rule empties."""
-
-    def remove(self, name: str) -> None:
-        """Remove a withdrawn copy, at once or with the next `tidy`."""
-
-    def tidy(self, names: set[str], missing: set[str]) -> None:
-        """Remove the remains of kills and withdrawn copies, but nothing that is claimed. `names`: possible names of
-        this run's copies. `missing`: names that are still to be copied."""
 
 
 def copy_name(commit: CheckpointCommit) -> str:
@@ -112,7 +38,7 @@ def copy_name(commit: CheckpointCommit) -> str:
 
 
 def copy_faults(
-    files: MirroredFiles, commit: CheckpointCommit, *, hashes: dict[str, str] | None = None
+    files: CheckpointFiles, commit: CheckpointCommit, *, hashes: dict[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Read a copy back in full; return its faults, and the hash of each file if its commit has no root, which is
     compared with `hashes` (None: those of the checkpoint itself)."""
@@ -120,9 +46,9 @@ def copy_faults(
         return ["its files have not the names and sizes that were saved"], {}
     with Progress(f"verifying iteration {commit.iteration}", sum(commit.files.values())):
         if commit.checksum is not None:
-            return checksums.verify_checkpoint(files, commit.checksum)[1], {}
+            return checksums.verify_checkpoint(files.where, commit.checksum)[1], {}
         found = _hashes(files, commit)
-        expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
+        expected = _hashes(CheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
     return [f"{name} is not the one that was saved" for name in found if found[name] != expected.get(name)], found
 
 
@@ -141,9 +67,7 @@ def source_faults(commit: CheckpointCommit) -> list[str]:
     return [] if commit.checksum is None else checksums.verify_checkpoint(Path(commit.path), commit.checksum)[1]
 
 
-def read_pieces(
-    files: CheckpointFiles, name: str, size: int, pace: CopyRateLimit, *, start: int = 0
-) -> Iterator[bytes]:
+def read_pieces(files: CheckpointFiles, name: str, size: int, *, start: int = 0) -> Iterator[bytes]:
     """Yield the bytes of a file from `start` to `size`. Raises CopyFailed if it cannot be read, or ends before."""
     where = f"{files.where}/{name}"
     try:
@@ -156,7 +80,6 @@ def read_pieces(
                 yield piece
                 count(len(piece))
                 start += len(piece)
-                pace.spend(len(piece))
     except OSError as error:
         raise CopyFailed(f"it cannot be read: {error.strerror or error}", where=where) from None
 
@@ -166,18 +89,20 @@ def commit_identity(commit: CheckpointCommit) -> dict[str, object]:
     return {"iteration": commit.iteration, "checksum": commit.checksum, "time": commit.time, "files": commit.files}
 
 
-class FolderDestination(MirrorDestination):
-    """The second place of one run below a local folder; `relayrun.control.rundir.mirror` lists its content."""
-
-    where: Path
+class MirrorDestination:
+    """The second place of one run; `relayrun.control.rundir.mirror` lists its content. Methods raise OSError, and
+    RelayrunError for damaged records."""
 
     def __init__(self, folder: Path) -> None:
+        """`folder`: of the run's copies."""
         self.where = folder
 
     def owner(self) -> MirrorOwner | None:
+        """Return the owner of the copies that lie there; None if nobody owns the place, or it is away."""
         return MirrorOwner.read(self.where / "mirror.json")
 
     def prepare(self, owner: MirrorOwner) -> None:
+        """Make it the place of this run. Raises RunDirError if the folder around it is away."""
         above = self.where.parents[1]
         if not above.is_dir():
             raise RunDirError("there is no such folder", where=above, hint="make it, or mount it")
@@ -188,30 +113,35 @@ class FolderDestination(MirrorDestination):
         owner.write(self.where / "mirror.json")
 
     def copies(self) -> dict[str, CheckpointCopy]:
+        """Return the claimed copies by name."""
         return mirror.read_copies(self.where)
 
     def take_back(self, copy: CheckpointCopy, why: str) -> None:
+        """Record that a copy no longer counts, before it is changed."""
         replace(copy, time=time.time(), gone=why).append(self.where / "copies.jsonl")
 
     def fault(self, copy: CheckpointCopy) -> str | None:
+        """Return the fault of a copy as far as names and sizes show; None if it is whole."""
         return checkpoint_records.checkpoint_fault(copy.as_commit(self.where))
 
-    def files(self, copy: CheckpointCopy) -> MirroredFiles:
-        return FolderCheckpointFiles(self.where / copy.name)
+    def files(self, copy: CheckpointCopy) -> CheckpointFiles:
+        return CheckpointFiles(self.where / copy.name)
 
-    def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Copy the missing bytes of a checkpoint into `.staging`. Raises like `stage_files`."""
+    def stage(self, commit: CheckpointCommit) -> CheckpointFiles:
+        """Copy the missing bytes of a checkpoint into `.staging`, without a claim; return the files to be read back.
+        Raises like `stage_files`."""
         staged, final = self._staged(copy_name(commit)), self.where / copy_name(commit)
         if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
             os.rename(final, staged)
-        stage_files(FolderCheckpointFiles(Path(commit.path)), commit, staged, pace)
-        return FolderCheckpointFiles(staged)
+        stage_files(CheckpointFiles(Path(commit.path)), commit, staged)
+        return CheckpointFiles(staged)
 
     def unstage(self, commit: CheckpointCommit) -> None:
+        """Remove the staged files, which differ from the checkpoint."""
         remove_staged(self._staged(copy_name(commit)))
 
     def publish(self, copy: CheckpointCopy) -> None:
-        """Give the staged files their name, then their line in the record."""
+        """Give the staged files, which were read back, their name, then their line in the record."""
         staged, final = self._staged(copy.name), self.where / copy.name
         if os.path.lexists(final):  # unclaimed: what a kill left, or of another commit of this iteration
             self._put_away(copy.name, ".removing")
@@ -221,6 +151,7 @@ class FolderDestination(MirrorDestination):
         commit_marker(staged).unlink(missing_ok=True)
 
     def set_aside(self, copy: CheckpointCopy) -> None:
+        """Move a damaged copy to a place that no rule empties."""
         if os.path.lexists(self.where / copy.name):
             self._put_away(copy.name, ".damaged")
 
@@ -228,6 +159,8 @@ class FolderDestination(MirrorDestination):
         self._put_away(name, ".removing")
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
+        """Remove the remains of kills and withdrawn copies, but nothing that is claimed. `names`: possible names of
+        this run's copies. `missing`: names that are still to be copied."""
         for name in (names | mirror.newest_claims(self.where).keys()) - self.copies().keys() - missing:
             if os.path.lexists(self.where / name):
                 self._put_away(name, ".removing")
@@ -246,15 +179,15 @@ class FolderDestination(MirrorDestination):
         fsync_directory(self.where)
 
 
-def refuse_place_of_others(where: Path | str) -> None:
+def refuse_place_of_others(place: Path) -> None:
     """Raise UntrustedError if another user can lead what is copied to a folder elsewhere: it is his, or he may write
     it, or it contains links."""
-    place, names = Path(where), ("", "/.staging", "/.removing", "/.damaged", "/mirror.json", "/copies.jsonl")
-    if "://" not in str(where) and place.parent.is_dir():
+    names = ("", "/.staging", "/.removing", "/.damaged", "/mirror.json", "/copies.jsonl")
+    if place.parent.is_dir():
         refuse_untrusted(place.parent, [f"{place.name}{name}" for name in names], shared=True)
 
 
-def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, pace: CopyRateLimit) -> None:
+def stage_files(source: CheckpointFiles, commit: CheckpointCommit, staged: Path) -> None:
     """Copy the missing bytes of a checkpoint into a folder, on from an earlier try of this commit. Raises CopyFailed
     if the checkpoint is away or changes, OSError if the target cannot be written."""
     marker = commit_marker(staged)
@@ -271,19 +204,19 @@ def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, p
         for name, size in commit.files.items():
             target = staged if name == "." else staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _copy_file(source, name, target, size, pace)
+            _copy_file(source, name, target, size)
     folders = [staged, *(path for path in staged.rglob("*") if path.is_dir())] if staged.is_dir() else []
     for folder in [*folders, staged.parent]:
         fsync_directory(folder)
 
 
-def _copy_file(source: MirroredFiles, name: str, target: Path, size: int, pace: CopyRateLimit) -> None:
+def _copy_file(source: CheckpointFiles, name: str, target: Path, size: int) -> None:
     with open(target, "ab", buffering=0) as out:
         done = out.tell()
         if done > size:
             out.truncate(0)
             done = 0
-        for piece in read_pieces(source, name, size, pace, start=done):
+        for piece in read_pieces(source, name, size, start=done):
             view = memoryview(piece)
             while view:
                 view = view[out.write(view) :]

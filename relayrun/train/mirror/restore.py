@@ -17,17 +17,16 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
 from relayrun.leftovers import rename_no_replace
-from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
+from relayrun.train.checkpoint.checksums import CheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyFailed,
-    CopyRateLimit,
     MirrorDestination,
     commit_marker,
     copy_faults,
     remove_staged,
     stage_files,
 )
-from relayrun.train.mirror.sync import check_owner, destination_at, exclusive_lock, mirror_lock, trusted_policy
+from relayrun.train.mirror.sync import check_owner, exclusive_lock, mirror_lock, trusted_policy
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
@@ -35,7 +34,7 @@ def restore_copy(run: Run, iteration: int | None) -> list[str]:
     copy that counts and whose checkpoint is missing or torn in the run. No job of the run may live. Raises
     RelayrunError if there is no such copy, or every such copy is damaged."""
     policy = trusted_policy(run)
-    place = destination_at(policy.folder, CopyRateLimit(None))
+    place = MirrorDestination(Path(policy.folder))
     check_owner(run, policy, place)
     if run.checkpoints.is_symlink() and not run.checkpoints.exists():
         away = os.path.realpath(run.checkpoints)
@@ -125,10 +124,10 @@ def _restored(copy: CheckpointCopy, final: Path) -> str:
 
 @on_interrupt(lambda: "what is copied is kept; the same command goes on")
 def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
-    """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder or URL of the
-    run's copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
+    """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder of the run's
+    copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
     Raises RelayrunError if there is no such copy, or every such copy is damaged."""
-    place = destination_at(where, CopyRateLimit(None))
+    place = MirrorDestination(Path(where))
     copied = mirror.copies_newest_first(place.copies())
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
     if not chosen:
@@ -146,7 +145,7 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
             _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
             _name(staging / copy.name, final)
             said = _restored(copy, final)
-        elif not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
+        elif not copy_faults(CheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
             remove_staged(staging / copy.name)  # of a call that was killed just then
             said = f"iteration {copy.iteration} is there already, verified: {final}"
         else:
@@ -167,9 +166,8 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
     try:
         # the remains may be torn themselves: then all is brought once more before the copy is blamed
         for _ in range(1 + os.path.lexists(staged)):
-            # reads from a store have the pace of its place
-            stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))
-            found = copy_faults(FolderCheckpointFiles(staged), commit, hashes=copy.hashes)[0]
+            stage_files(source, copy.as_commit(place.where), staged)
+            found = copy_faults(CheckpointFiles(staged), commit, hashes=copy.hashes)[0]
             if not found:
                 return
             remove_staged(staged)

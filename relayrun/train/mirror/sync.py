@@ -20,26 +20,13 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import try_lock
-from relayrun.masking import mask_tokens
-from relayrun.tokens.stores.urls import StoreError
 from relayrun.train.mirror.destination import (
     CopyFailed,
-    CopyRateLimit,
-    FolderDestination,
     MirrorDestination,
     copy_faults,
     copy_name,
     source_faults,
 )
-from relayrun.train.mirror.object_store import ObjectStoreDestination
-
-
-def destination_at(where: str, pace: CopyRateLimit) -> MirrorDestination:
-    """Return the second place at a folder or a URL."""
-    if "://" in where:
-        return ObjectStoreDestination(where, pace)
-    return FolderDestination(Path(where))
-
 
 COPY_TRIES = 2
 """Tries to copy a checkpoint in one pass; then it is left for the next pass."""
@@ -61,22 +48,20 @@ class MirrorPassResult:
         return int(bool(self.complaints))
 
 
-def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | None = None) -> MirrorPassResult:
+def mirror_checkpoints(run: Run, *, verify: bool = False) -> MirrorPassResult:
     """Bring the copies of a run up to date; return a report. `verify`: read all copies back in full, too. Raises
     RelayrunError if the run has no mirror, its place is away or another run's, or another process copies now."""
     policy = trusted_policy(run)
     mirror.mirror_folder(run).mkdir(exist_ok=True)
     with mirror_lock(run), writable_by_owner_alone():
-        rate = policy.megabytes_per_second
-        work = _MirrorPass(run, policy, pace or CopyRateLimit(None if rate is None else rate * 1e6))
+        work = _MirrorPass(run, policy)
         try:
             work.all(verify=verify)
         except OSError as error:
-            work.done.complaints.append(mask_tokens(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
+            work.done.complaints.append(f"{error.filename or policy.folder}: {error.strerror or error}")
         except RelayrunError as error:
             work.done.complaints.append(str(error))
-            if not isinstance(error, StoreError):
-                raise
+            raise
         finally:
             work.note()
         return work.done
@@ -98,11 +83,10 @@ def trusted_policy(run: Run) -> MirrorPolicy:
 class _MirrorPass:
     """One pass over the checkpoints of a run."""
 
-    def __init__(self, run: Run, policy: MirrorPolicy, pace: CopyRateLimit) -> None:
+    def __init__(self, run: Run, policy: MirrorPolicy) -> None:
         self._run = run
         self._policy = policy
-        self._pace = pace
-        self._place = destination_at(policy.folder, pace)
+        self._place = MirrorDestination(Path(policy.folder))
         self.done = MirrorPassResult()
         self._ended = False
 
@@ -162,9 +146,29 @@ class _MirrorPass:
         return set(rising[-self._policy.keep_last :]) | {each for each in rising if every and each % every == 0}
 
     def _copy(self, commit: CheckpointCommit) -> None:
-        """Copy a checkpoint and claim the copy. Raises like `copy_checkpoint`."""
+        """Copy a checkpoint, verify the copy and claim it. Raises CopyFailed, and OSError if the place fails."""
         began = time.monotonic()
-        self._place.publish(copy_checkpoint(self._place, commit, self._pace))
+        for number in range(1, COPY_TRIES + 1):
+            files = self._place.stage(commit)
+            found, hashes = copy_faults(files, commit)
+            if not found:
+                break
+            self._place.unstage(commit)
+            if known := source_faults(commit):
+                raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
+            if number == COPY_TRIES:
+                what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
+                raise CopyFailed(what, where=files.where)
+        copy = CheckpointCopy(
+            name=copy_name(commit),
+            iteration=commit.iteration,
+            files=commit.files,
+            checksum=commit.checksum,
+            hashes=hashes,
+            saved=commit.time,
+            time=time.time(),
+        )
+        self._place.publish(copy)
         mirror.record_verified(self._run, commit, now=time.time())
         size = sum(commit.files.values())
         self.done.lines.append(
@@ -211,31 +215,6 @@ class _MirrorPass:
 
     def _tidy(self) -> None:
         self._place.tidy(set(self._line()), {copy_name(commit) for commit in self._missing()})
-
-
-def copy_checkpoint(place: MirrorDestination, commit: CheckpointCommit, pace: CopyRateLimit) -> CheckpointCopy:
-    """Copy a checkpoint and verify the copy; return the claim to publish. Raises CopyFailed, and OSError if the place
-    fails."""
-    for number in range(1, COPY_TRIES + 1):
-        files = place.stage(commit, pace)
-        found, hashes = copy_faults(files, commit)
-        if not found:
-            break
-        place.unstage(commit)
-        if known := source_faults(commit):
-            raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
-        if number == COPY_TRIES:
-            what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
-            raise CopyFailed(what, where=files.where)
-    return CheckpointCopy(
-        name=copy_name(commit),
-        iteration=commit.iteration,
-        files=commit.files,
-        checksum=commit.checksum,
-        hashes=hashes,
-        saved=commit.time,
-        time=time.time(),
-    )
 
 
 def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:

@@ -95,10 +95,6 @@ class RankTimings(Hook):
         return bool(self._evaluated_samples and self._steps and not self._evaluations)
 
     @property
-    def step_median(self) -> float | None:
-        return percentile(self._steps, 0.5) if self._steps else None
-
-    @property
     def step_p95(self) -> float | None:
         return percentile(self._steps, 0.95) if self._steps else None
 

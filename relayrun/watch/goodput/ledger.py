@@ -87,7 +87,7 @@ class Ledger:
     def next_restart(self, failed: FailedRestart) -> None:
         """Book the following time without the nodes that this failure lost."""
         alive = max(0, self._training + self._spare - len(failed.lost))
-        self._training = min(failed.nodes or self._training, alive)
+        self._training = min(self._training, alive)
         self._spare = alive - self._training
 
     def book_until(self, part: str, time: int) -> None:

@@ -1,4 +1,4 @@
-"""The report as one HTML file, about one run or about several side by side.
+"""The report as one HTML file, about one run or about several, one after the other.
 
 `templates/report.html` says where everything stands; here are the values of its charts and the cells of its tables.
 """
@@ -41,17 +41,10 @@ METRIC_CHARTS = (
 
 def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
     """Return the HTML of a page about these runs, with the time `now` in seconds since 1970."""
-    several = len(pages) > 1
-    drawn = [
-        ChartLine(name=page.name, series=page.series.get("loss", EMPTY_SERIES), colour=number)
-        for number, page in enumerate(pages)
-    ]
     return render_page(
         "report.html",
         title=", ".join(page.name for page in pages),
         made=f"As it was at {format_time(now)}; relayrun {relayrun.__version__}.",
-        side_by_side=[_side_by_side_row(page) for page in pages] if several else [],
-        losses=loss_charts("training loss", drawn) if several else [],
         runs=[_run_values(page) for page in pages],
     )
 
@@ -140,34 +133,34 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
     """Return marks for the newest attempts, except the first, and restarts."""
     marks = []
     before: AllocationAccount | None = None
-    for each, trained in zip(page.account.allocations, page.trained, strict=True):
-        if trained is not None and before is not None:
+    for each, row in zip(page.account.allocations, page.rows, strict=True):
+        steps = None if row is None else row.steps
+        if steps is not None and before is not None:
             kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
-            words = f"attempt {each.attempt} from iteration {trained.first}; the one before: {before.cause}"
-            marks.append(ChartMark(x=trained.first, words=words, kind=kind))
+            words = f"attempt {each.attempt} from iteration {steps[0]}; the one before: {before.cause}"
+            marks.append(ChartMark(x=steps[0], words=words, kind=kind))
         marks += [
             ChartMark(x=failed.next_iteration, words=failed.told, kind="restart")
             for failed in failed_restarts(each)
             if failed.again
         ]
-        if trained is not None or each.cause not in (*PLANNED_CAUSES, "running"):
+        if steps is not None or each.cause not in (*PLANNED_CAUSES, "running"):
             before = each
     return marks[-MOST_MARKS:]
 
 
 def _attempt_rows(page: RunReportData) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for each, trained in zip(page.account.allocations, page.trained, strict=True):
+    for each, row in zip(page.account.allocations, page.rows, strict=True):
         found = each.allocation.facts
-        end = None if found is None else found.end
         rows.append(
             (
                 "–" if each.attempt is None else str(each.attempt),
                 format_time(each.start),
                 format_exact_seconds(each.end - each.start),
                 "" if found is None else found.begin.nodes,
-                "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
-                "" if end is None else f"{end.durable_iteration:,}",
+                "none" if row is None or row.steps is None else f"{row.steps[0]:,}–{row.steps[1]:,}",
+                "" if row is None or row.durable_iteration is None else f"{row.durable_iteration:,}",
                 each.cause,
                 each.reason,
             )
@@ -228,17 +221,3 @@ def _checkpoint_rows(page: RunReportData) -> list[tuple[str, ...]]:
         )
         for commit in page.checkpoints[-10:]
     ]
-
-
-def _side_by_side_row(page: RunReportData) -> tuple[str, ...]:
-    return (
-        page.name,
-        page.status.state,
-        f"{page.last.get('iteration', 0):,.0f}",
-        format_optional(page.last.get("loss"), ".4f"),
-        ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
-        f"{page.account.goodput:.1%}",
-        format_node_time(page.account.allocated),
-        format_optional(page.account.tokens_per_node_hour, ",.0f"),
-        str(len(page.account.allocations)),
-    )

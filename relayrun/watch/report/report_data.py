@@ -32,11 +32,25 @@ SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocationSteps:
-    """First and last iteration that an allocation's attempt trained and that counts."""
+class AttemptRow:
+    """One attempt."""
 
-    first: int
-    last: int
+    number: int
+    cause: str
+    reason: str
+    steps: tuple[int, int] | None = None
+    """First and last iteration that it trained and that counts; None: it trained nothing that counts."""
+    durable_iteration: int | None = None
+    tokens: int = 0
+    """Tokens of all its iterations, also of those that were computed again later."""
+    tokens_per_second: float | None = None
+    """Mean speed over its iterations."""
+    start_time: float = 0.0
+    """Seconds since 1970."""
+    seconds: float | None = None
+    """None: it has not ended."""
+    commits: tuple[tuple[float, int], ...] = ()
+    """(time in seconds since 1970, iteration) of each durable checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +86,8 @@ class RunReportData:
     """The newest value of each metric and of `iteration`."""
     validation: dict[str, Series]
     """Loss of each validation set."""
-    trained: Sequence[AllocationSteps | None]
-    """One entry per allocation of the account."""
+    rows: Sequence[AttemptRow | None]
+    """The attempt of each allocation of the account."""
     checkpoints: Sequence[CheckpointCommit]
     """Checkpoints that count, oldest first."""
     evaluations: Sequence[evaluations.EvaluationResult]
@@ -89,6 +103,10 @@ class RunReportData:
     def name(self) -> str:
         return self.account.name
 
+    @property
+    def attempts(self) -> list[AttemptRow]:
+        return [row for row in self.rows if row is not None]
+
 
 @dataclass
 class _MetricLines:
@@ -96,11 +114,17 @@ class _MetricLines:
 
     columns: dict[str, list[Points]] = field(default_factory=lambda: {n: [] for n in ("iteration", *SHOWN_METRICS)})
     validation: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    trained: dict[int, AllocationSteps] = field(default_factory=dict)
-    """By the id of the allocation."""
+    trained: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """First and last iteration that counts, by the id of the allocation."""
+    worked: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Tokens and seconds of all iterations, by the id of the allocation."""
 
     def seen(self, allocation: NodeAllocation) -> Callable[[MetricsBlock, Mask], None]:
         def take(block: MetricsBlock, counts: Mask) -> None:
+            tokens, seconds = self.worked.get(id(allocation), (0.0, 0.0))
+            took = block.columns["step_seconds"]
+            tokens += float(np.nansum(took * block.columns["tokens_per_second"]))
+            self.worked[id(allocation)] = (tokens, seconds + float(np.nansum(took)))
             steps = counts & ~np.isnan(block.columns["iteration"])
             for row, record in block.records.items():
                 if "validation" in record:
@@ -112,9 +136,8 @@ class _MetricLines:
             for name, parts in self.columns.items():
                 parts.append(block.columns[name][steps])
             numbers = self.columns["iteration"][-1]
-            before = self.trained.get(id(allocation))
-            first = int(numbers[0]) if before is None else before.first
-            self.trained[id(allocation)] = AllocationSteps(first=first, last=int(numbers[-1]))
+            first, _ = self.trained.get(id(allocation), (int(numbers[0]), 0))
+            self.trained[id(allocation)] = (first, int(numbers[-1]))
 
         return take
 
@@ -149,7 +172,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         },
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
         validation={name: _points(points) for name, points in sorted(lines.validation.items())},
-        trained=[lines.trained.get(id(allocation)) for allocation in facts.allocations],
+        rows=[_attempt_row(allocation, lines) for allocation in facts.allocations],
         checkpoints=checkpoints,
         evaluations=evaluations.evaluation_results(run),
         data=data,
@@ -157,6 +180,26 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         changes=_config_changes(run),
         config="" if newest is None else run.config_revision(newest).read_text(encoding="utf-8", errors="replace"),
         status=summarize_run(run, queue, now=time.time() if now is None else now),
+    )
+
+
+def _attempt_row(allocation: NodeAllocation, lines: _MetricLines) -> AttemptRow | None:
+    if (facts := allocation.facts) is None:
+        return None
+    begin, end = facts.begin.start_time, facts.end
+    tokens, seconds = lines.worked.get(id(allocation), (0.0, 0.0))
+    ended = allocation.end if end is None else end.end_time
+    return AttemptRow(
+        number=facts.attempt.number,
+        cause=allocation.cause,
+        reason=allocation.reason,
+        steps=lines.trained.get(id(allocation)),
+        durable_iteration=None if end is None else end.durable_iteration,
+        tokens=round(tokens),
+        tokens_per_second=tokens / seconds if tokens and seconds else None,
+        start_time=begin,
+        seconds=max(0.0, ended - begin) if allocation.ended else None,
+        commits=tuple((commit.time, commit.iteration) for commit in facts.commits),
     )
 
 

@@ -6,7 +6,6 @@ A copy to pinned host memory is the lower limit of a save's stall.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 from functools import partial
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement
 
-OPTIONAL_PACKAGES = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
-"""Packages that change the kernels: distribution name by module."""
+PACKAGES = ("megatron-core", "triton", "transformer-engine", "apex", "flash-attn")
+"""Distributions that change the kernels."""
 
 
 def measure_device() -> None:
@@ -53,53 +52,29 @@ def measure_host_copy() -> None:
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions by name; `absent` for an optional package that is not installed."""
+    """Return versions by name; `absent` for a package that is not installed."""
     on_gpu = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "megatron-core": _version("megatron-core"),
         "CUDA": torch.version.cuda or "none",
         "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "none",  # type: ignore[no-untyped-call]
-        "NCCL": nccl_version() if on_gpu else "none",
-        "triton": _version("triton", missing="absent"),
-        **{
-            name: _version(name) if importlib.util.find_spec(module) is not None else "absent"
-            for module, name in OPTIONAL_PACKAGES.items()
-        },
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",  # type: ignore[no-untyped-call]
+        **{name: _version(name) for name in PACKAGES},
     }
 
 
-def nccl_version() -> str:
-    """Return NCCL's version; only with a GPU."""
-    try:
-        found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AttributeError, ImportError) as error:
-        return f"unknown: {error}"
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
-
-
-def _version(name: str, *, missing: str = "unknown") -> str:
+def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return missing
+        return "absent"
 
 
 def list_gpus() -> list[dict[str, Any]]:
-    """Return name, memory in bytes, multiprocessors and compute capability of every GPU."""
-    found = []
-    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        about = torch.cuda.get_device_properties(number)
-        found.append(
-            {
-                "name": about.name,
-                "memory_bytes": about.total_memory,
-                "multiprocessors": about.multi_processor_count,
-                "capability": f"{about.major}.{about.minor}",
-            }
-        )
-    return found
+    """Return name and memory in bytes of every GPU."""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
+    return [{"name": about.name, "memory_bytes": about.total_memory} for about in gpus]
 
 
 if __name__ == "__main__":

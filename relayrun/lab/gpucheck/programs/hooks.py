@@ -15,7 +15,7 @@ import xxhash
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_json_lines
-from relayrun.lab.gpucheck.setup import NOTES_FOLDER
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE
 from relayrun.train.hooks import Gradients, Hook, HookContext, Step
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
@@ -90,7 +90,7 @@ class DigestHook(Hook):
         every = self._context.ranks.gather(found.hexdigest())
         if self._context.ranks.rank == 0:
             record = {"attempt": self._context.attempt, "kind": kind, "iteration": iteration, "ranks": every}
-            write_note(self._context, "digest", record)
+            append_line(Path(self._context.run_dir) / DIGESTS_FILE, record, durable=False)
 
 
 def _optimizer_tensors(optimizer: ScheduledOptimizer) -> Iterator[torch.Tensor]:
@@ -125,10 +125,3 @@ class SavePaceHook(Hook):
 
     def _durable(self, iteration: int) -> bool:
         return any(line.get("iteration") == iteration for line in read_json_lines(self._commits))
-
-
-def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
-    """Append a record to a file of the run directory, for `runs.read_notes`."""
-    folder = Path(context.run_dir) / NOTES_FOLDER
-    folder.mkdir(exist_ok=True)
-    append_line(folder / f"{name}.jsonl", record, durable=False)

@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer import TransformerConfig
 
 from relayrun.control.agent.memory_copies import MemorySlot, make_memory_folder
 from relayrun.errors import RelayrunError
-from relayrun.lab.gpucheck.programs import attention, models
-from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
+from relayrun.lab.gpucheck.programs import models
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
 from relayrun.train.checkpoint.async_writer import HostCopy
 from relayrun.train.checkpoint.memory_replication import write_copy
 from relayrun.train.model import compiled, cpu_patches
+from relayrun.train.model.attention import CausalAttention
+from relayrun.train.model.packed_documents import PackedDocuments
 
 Kernel = Callable[[RankProgram], dict[str, Any]]
 """Returns the figures of a row: `words` says what was seen. Raises any error if the kernel is wrong."""
@@ -115,6 +118,16 @@ def compiled_loss(program: RankProgram) -> dict[str, Any]:
     return {"words": "equal but for rounding"}
 
 
+ATTENTION_PREFIXES = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention",
+    "aten::_cudnn_attention",
+    "aten::_efficient_attention",
+    "torch_attn::",
+)
+"""Operations whose names tell which implementation of attention torch has chosen."""
+
+
 FORKED = """if True:
     import os
     from relayrun.train import fork_server
@@ -150,6 +163,43 @@ def memory_copy(program: RankProgram) -> dict[str, Any]:
     return {"words": words, "bytes_per_second": size / seconds[1]}
 
 
+def attention(program: RankProgram, *, packed: bool) -> dict[str, Any]:
+    """Call the attention of a training run's local layers, forward and backward; name the kernel that torch picks.
+    `packed`: documents in rows (`data.reset_attention_mask`)."""
+    given, device = program.setup.sizes.attention, program.device
+    sequence, heads, groups, channels = (given[name] for name in ("sequence", "heads", "groups", "channels"))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=heads * channels,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        attention_dropout=0.0,
+        params_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    module, parts = CausalAttention(config), given["documents"] if packed else 1
+    lengths = [[sequence // parts] * parts] * given["batch"]
+    documents = PackedDocuments(lengths=lengths, device=device) if packed else None
+    inputs = [
+        torch.randn(
+            sequence, given["batch"], each, channels, device=device, dtype=config.params_dtype, requires_grad=True
+        )
+        for each in (heads, groups, groups)
+    ]
+
+    gradient = torch.randn_like(module(*inputs, packed_seq_params=documents))
+
+    def call() -> None:
+        torch.autograd.grad(module(*inputs, packed_seq_params=documents), inputs, gradient)
+
+    seconds = median_seconds(call, device, repeats=program.setup.sizes.repeats)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    operations = sorted({event.name for event in profile.events() or () if event.name.startswith(ATTENTION_PREFIXES)})
+    forward = [name for name in operations if "backward" not in name]
+    words = f"{1000 * seconds:.4g} ms: {', '.join(name.partition('::_')[2] for name in forward) or 'unknown'}"
+    return {"words": words, "seconds": seconds, "operations": operations}
+
+
 def fork_and_use_cuda() -> subprocess.Popen[str]:
     """Start a process that imports the training program, forks, and uses CUDA in the fork."""
     environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -169,10 +219,8 @@ KERNELS: dict[str, tuple[str, Kernel]] = {
     "compiler": ("a kernel by torch.compile (C compiler, Python.h)", compiled_kernel),
     "adam": ("AdamW in one kernel", fused_adam),
     "loss": ("the compiled loss", compiled_loss),
-    **{
-        f"attention_{name}": (words, partial(attention.measure_way, name=name))
-        for name, words in attention.WAYS.items()
-    },
+    "attention_whole": ("attention of whole sequences", partial(attention, packed=False)),
+    "attention_packed": ("attention of packed documents", partial(attention, packed=True)),
     "pinned": ("a save's copy to pinned memory", pinned_copy),
     "memory": ("a copy into the memory of the node", memory_copy),
 }

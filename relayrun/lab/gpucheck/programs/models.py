@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from functools import cache
 from pathlib import Path
@@ -14,17 +13,9 @@ import torch
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.lab.gpucheck.programs.common import (
-    MicroBatchTry,
-    RankProgram,
-    is_out_of_memory,
-    run_measurement,
-    search_micro_batch,
-    wait_for,
-)
+from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
 from relayrun.train import distributed
 from relayrun.train.distributed import Ranks
-from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.optimizer.parameter_groups import parameter_names
@@ -33,8 +24,6 @@ TRAINED_STEPS, TIMED_STEPS = 8, 4
 """Iterations, and the number of timed ones at the end."""
 END_TOKEN = 0
 """End-of-document token."""
-MAX_MEMORY_SHARE = 0.95
-"""Share of a GPU's memory that torch may reserve: the rest is left for CUDA, NCCL and temporary buffers."""
 
 
 def config_files(program: RankProgram) -> dict[str, Path]:
@@ -127,83 +116,6 @@ def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
     return other
 
 
-def search_largest_batch() -> None:
-    """Search, and write every try as soon as it is done."""
-    program = RankProgram.begin("config", "first", "largest")
-    config = read_config(Path(program.options.config))
-    distributed.enable_determinism(config)
-    cpu_patches.patch_for_cpu()
-    trainer = MicroBatchTrainer(program)
-    tries: list[MicroBatchTry] = []
-
-    def attempt(micro_batch: int) -> MicroBatchTry:
-        tries.append(trainer.attempt(micro_batch))
-        program.write({"tries": tries})
-        return tries[-1]
-
-    search_micro_batch(int(program.options.first), int(program.options.largest), attempt)
-    distributed.stop_process_groups()
-
-
-class MicroBatchTrainer:
-    """The model and optimizer of a training run, with a variable micro-batch.
-
-    Each size trains two iterations, and the second is timed. One rank searches: a rank that runs out of memory alone
-    would leave the others waiting, and ranks share the optimizer's state, so a size that fits one rank fits all.
-    """
-
-    def __init__(self, program: RankProgram) -> None:
-        self._config = read_config(Path(program.options.config))
-        self._ranks = distributed.start_process_groups(self._config)
-        self._vocabulary = self._config.data.mock_vocabulary_size
-        self._model = ModelStage(self._config, self._ranks, self._vocabulary)
-        self._optimizer = ScheduledOptimizer(self._config, self._model)
-        self._model.train_mode(True)
-        self._count = program.setup.sizes.micro_batches
-        self._generator = np.random.default_rng(28)
-
-    def attempt(self, micro_batch: int) -> MicroBatchTry:
-        """Train two iterations; out of memory is a result, not an error."""
-        device, length = self._ranks.device, self._config.training.seq_length
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        shape = (micro_batch, length + 1)
-        batches = [
-            MicroBatch(tokens=self._generator.integers(0, self._vocabulary, shape, dtype=np.int64))
-            for _ in range(self._count)
-        ]
-        found: MicroBatchTry = {"micro_batch": micro_batch, "fits": False}
-        try:
-            for _ in range(2):
-                started = time.perf_counter()
-                self._step(batches)
-                wait_for(device)
-                seconds = time.perf_counter() - started
-            found |= {"fits": True, "tokens_per_second": micro_batch * length * self._count / seconds}
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            found["words"] = str(error).splitlines()[0][:200]
-        # outside of `except`: the error references the frames, and they reference the tensors
-        found["peak_bytes"] = distributed.peak_memory(self._ranks)
-        if on_gpu:
-            found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-            found["fits"] &= (
-                found["reserved_bytes"] <= MAX_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-            )
-        self._optimizer.zero_grad()
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
-        return found
-
-    def _step(self, batches: list[MicroBatch]) -> None:
-        self._optimizer.zero_grad()
-        self._model.run(batches, train=True)
-        self._optimizer.step(self._optimizer.prepare())
-
-
 def export_and_compare() -> None:
     """Export the newest checkpoint of `--run-dir` to `--folder`, and compare logits."""
     from relayrun.train.export import compare_logits, huggingface  # transformers: seconds
@@ -213,9 +125,7 @@ def export_and_compare() -> None:
     source = find_checkpoint(Run(Path(program.options.run_dir)))
     folder = Path(program.options.folder)
     folder.mkdir(parents=True)
-    started = time.perf_counter()
     made = huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
-    exported = time.perf_counter()
     found = compare_logits.compare_logits(source, folder)
     program.write(
         {
@@ -223,12 +133,9 @@ def export_and_compare() -> None:
             "tokens": found.tokens,
             "difference": found.difference,
             "largest": found.largest,
-            "equal": found.equal,
-            "export_seconds": exported - started,
-            "compare_seconds": time.perf_counter() - exported,
         }
     )
 
 
 if __name__ == "__main__":
-    run_measurement(search_largest_batch, export_and_compare)
+    run_measurement(export_and_compare)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -99,26 +99,20 @@ class EngineSelection:
         return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
 
 
+@dataclass(unsafe_hash=True)
 class _Reference:
     """The reference, loaded once; instances compare equal, so that the cache of `_build_engine` ignores them."""
 
-    def __init__(self, load: TokenizerLoader | None) -> None:
-        self._load = load
-        self._tokenizer: Tokenizer | None = None
+    load: TokenizerLoader | None = field(compare=False)
+    loaded: Tokenizer | None = field(default=None, compare=False)
 
     def of(self, definition: str) -> Tokenizer:
-        if self._tokenizer is None and self._load is not None:
-            self._tokenizer = self._load()
-        elif self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_str(definition)
-            self._tokenizer.encode_special_tokens = True
-        return self._tokenizer
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference)
-
-    def __hash__(self) -> int:
-        return 0
+        if self.loaded is None and self.load is not None:
+            self.loaded = self.load()
+        elif self.loaded is None:
+            self.loaded = Tokenizer.from_str(definition)
+            self.loaded.encode_special_tokens = True
+        return self.loaded
 
 
 @functools.lru_cache(maxsize=1)

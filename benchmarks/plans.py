@@ -1,0 +1,127 @@
+"""Plans of a save with 1,024 writers, without 1,024 processes: CPU seconds, and how they grow with the writers.
+
+    python benchmarks/plans.py [--writers 128 256 512 1024] [--tensors 8] [--quick]
+
+The steps of `checkpoint.megatron_strategy` up to the write, one rank after the other in this process: each rank makes
+the plan of its shards and packs it into a message; rank 0 unpacks the messages and joins the plans, with all metadata.
+Every rank has a shard of each of so many tensors, as of an optimizer whose state is divided by all. `growth` is the
+exponent by which a figure grows from the second largest to the largest number of writers: 1 is linear, 2 is squared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import _results  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
+from relayrun.train.messages import RankObjectCollectives, pack, unpack  # noqa: E402
+
+ROWS = 4
+"""Rows of a shard."""
+ROUNDS = 3
+
+
+class Planned(Exception):
+    """A rank has got as far as it goes here."""
+
+
+class OneRank:
+    """The messages of one rank: its plan is kept, and rank 0 gets all of them."""
+
+    def __init__(self, rank: int, packed: list[bytes]) -> None:
+        self.rank, self.packed = rank, packed
+        self.seconds: dict[str, float] = {}
+        self._since = time.process_time()
+
+    def _lap(self, name: str) -> None:
+        now = time.process_time()
+        self.seconds[name], self._since = now - self._since, now
+
+    def gather(self, value: Any) -> list[Any]:
+        self._lap("own")
+        message = pack(value)
+        self._lap("pack")
+        if self.rank:
+            self.packed.append(message)
+            raise Planned
+        everywhere = [value, *map(unpack, self.packed)]
+        self._lap("unpack")
+        return everywhere
+
+    def scatter(self, answers: list[Any]) -> None:
+        self._lap("join")
+        self.seconds["answers"] = 0.0
+        for answer in answers:
+            pack(answer)
+        self._lap("answers")
+        raise Planned
+
+
+def plan(writers: int, tensors: int, folder: str) -> dict[str, float]:
+    """CPU seconds of a rank (`own`, `pack`) and of rank 0, and bytes of the messages."""
+    packed: list[bytes] = []
+    own: list[float] = []
+    for rank in [*range(1, writers), 0]:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=writers)
+        data = torch.zeros(ROWS, 8)
+        shards = {
+            f"tensor.{number}": ShardedTensor.from_rank_offsets(f"tensor.{number}", data, (0, rank, writers))
+            for number in range(tensors)
+        }
+        messages = OneRank(rank, packed)
+        strategy = InProcessStrategy(cast(RankObjectCollectives, messages))
+        try:
+            strategy.write(strategy.by_key(shards), folder)
+        except Planned:
+            own.append(messages.seconds["own"] + messages.seconds["pack"])
+        dist.destroy_process_group()
+    return {
+        "a_rank": sorted(own)[len(own) // 2],
+        "unpack": messages.seconds["unpack"],
+        "join": messages.seconds["join"],
+        "answers": messages.seconds["answers"],
+        "bytes_of_a_message": sum(map(len, packed)) / len(packed),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--writers", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--tensors", type=int, default=64, help="each divided by all ranks; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="16 and 32 writers; writes no result")
+    options = parser.parse_args()
+    writers = [16, 32] if options.quick else options.writers
+    torch.set_num_threads(1)
+    by_writers: dict[str, dict[str, float]] = {}
+    for number in writers:
+        turns = []
+        for _ in range(1 if options.quick else ROUNDS):
+            with tempfile.TemporaryDirectory(prefix="plans-") as folder:
+                turns.append(plan(number, options.tensors, folder))
+        by_writers[str(number)] = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        print(number, by_writers[str(number)], flush=True)
+    before, last = (by_writers[str(number)] for number in writers[-2:])
+    steps = math.log2(writers[-1] / writers[-2])
+    growth = {name: math.log2(last[name] / before[name]) / steps for name in last}
+    figures = {"writers": by_writers, "largest": last | {"writers": writers[-1]}, "growth": growth}
+    figures["tensors"] = options.tensors
+    print(growth if options.quick else _results.write("plans", figures))
+
+
+if __name__ == "__main__":
+    main()

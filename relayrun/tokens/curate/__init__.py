@@ -1,0 +1,8 @@
+"""What needs many documents at a time: duplicates, and text of evaluations.
+
+    dedup       the stages, task by task, in datatrove's blocks
+    dedup_jobs  the stages of a data set on this machine or as Slurm arrays, their memory and their status
+
+In: the documents of a metadata folder, behind the steps of its YAML. Out: a folder of .jsonl.gz that `relayrun dumps
+prepare` reads. See `relayrun help clean`.
+"""

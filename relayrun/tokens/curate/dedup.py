@@ -1,0 +1,308 @@
+"""Deduplication and decontamination of a data set in stages, each a number of tasks that do not wait for each other.
+
+    evaluations  n-grams of the evaluation sets                                     1 task
+    documents    what the steps of the YAML and the n-grams leave, and text hashes  `tasks`, each with its files
+    exact        documents with equal hashes, by ranges of the hash                 `tasks`
+    signatures   MinHash signatures of what the exact stage leaves                  `tasks`
+    buckets      pairs of documents with an equal part of their signatures          `minhash.num_buckets`
+    clusters     the documents to remove                                            1
+    kept         the documents that stay, as .jsonl.gz in the output folder         `tasks`
+
+The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
+their names, and then a record has their checksums. A task is done if its files are those of its record. A killed task
+begins again, with the same bytes: they depend on the input files and the settings, which may not change meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import importlib.metadata
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from datatrove.data import Document
+from datatrove.pipeline import decont, dedup
+from datatrove.utils.hashing import HashConfig, create_hash_func
+from loguru import logger
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import fsync_directory, fsync_tree, read_json, write_json
+from relayrun.leftovers import remove_leftovers
+from relayrun.publishing import work_folder
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs, take_inventory
+from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.urls import join_path
+from relayrun.tokens.tokenize.dumps import DEDUP_WORK as WORK
+from relayrun.tokens.tokenize.dumps import DumpsFolder
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
+from relayrun.tokens.tokenize.shard_folder import exclusion_file
+from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line
+from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
+
+_CLUSTER_SIZE = "minhash_cluster_size"
+_SAME = "same text as another document"
+_LINES = 1000
+"""Signatures and pairs read at a time; datatrove reads 5."""
+
+
+def _text(document: Any) -> Any:
+    return document.text
+
+
+def _line(document: Any, **place: Any) -> bytes:
+    """Return the line that datatrove's JsonlWriter writes, and the `place` of the document in its file."""
+    found = {"text": document.text, "id": document.id, "metadata": document.metadata} | place
+    found = {name: value for name, value in found.items() if value or name in place}
+    return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY, default=str)
+
+
+class _Placed(Document):  # type: ignore[misc]
+    """A document that knows its file and its row."""
+
+
+def _read(file: Path) -> Iterator[Any]:
+    with gzip.open(file, "rb") as lines:
+        for line in map(orjson.loads, lines):
+            document = _Placed(text=line["text"], id=line["id"], metadata=line.get("metadata", {}))
+            document.place = {"file": line["file"], "row": line["row"]}
+            yield document
+
+
+class _Dropped:
+    """The exclusion writer of a block of datatrove."""
+
+    def __init__(self, lines: JsonLines, step: str, reason: str) -> None:
+        self._lines, self._place = lines, {"step": step, "reason": reason}
+
+    def __enter__(self) -> _Dropped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The file is open for the whole task."""
+
+    def write(self, document: Any, rank: int = 0) -> None:
+        """Take the document that the block drops."""
+        before = {name: value for name, value in document.metadata.items() if name != _CLUSTER_SIZE}
+        self._lines.write(exclusion_line(document, before, {"id": document.id, **document.place, **self._place}))
+
+
+def _parameters(cls: Any, given: Mapping[str, Any] | None) -> Any:
+    """Return datatrove's parameters. Text is hashed by sha1, as FineWeb's is: xxhash 4 takes bytes alone."""
+    config = build_config(cls, {"hash_config": {"hash_fc": "sha1"}} | dict(given or {}))
+    create_hash_func(config.hash_config)("text")
+    return config
+
+
+class DedupStages:
+    """The stages of a data set, and the work of each task."""
+
+    def __init__(self, settings: TokenizationSettings) -> None:
+        """Raises InputError for a wrong parameter, a missing package, and a metadata folder without dumps."""
+        if settings.dedup is None:
+            raise InputError("this data set has no `dedup`", hint="`relayrun help clean` shows one")
+        self.options, self.settings = settings, settings.dedup
+        metadata = DumpsFolder(settings.metadata_folder)
+        self.dataset = metadata.dataset()
+        self.files = sorted(name for file in metadata.paths_files() for name in read_paths_file(file))
+        self.output = Path(self.settings.output_folder)
+        self.work = self.output / WORK
+        self._records = self.work / "records"
+        self.minhash = self._made("minhash", functools.partial(_parameters, dedup.MinhashConfig))
+        self.ngrams = self._made("decontamination", functools.partial(_parameters, decont.NGramsDecontConfig))
+        self._exact = dedup.ExactDedupConfig(content_getter=_text, hash_config=HashConfig(hash_fc="sha1"))
+        exact, minhash = self.settings.exact, self.settings.minhash is not None
+        index, self.tasks = self.settings.evaluations is not None, min(settings.tasks, len(self.files))
+        if minhash or index:
+            self._made("language", find_word_tokenizer)
+        numbers = {"evaluations": int(index), "documents": self.tasks, "exact": exact * self.tasks}
+        numbers |= {"signatures": minhash * self.tasks, "buckets": minhash * self.minhash.num_buckets}
+        numbers |= {"clusters": int(minhash), "kept": self.tasks}
+        self.stages = {name: number for name, number in numbers.items() if number}
+        """Tasks of each stage, in order."""
+
+    def _words(self) -> Any:  # not an attribute: some have a large model, and tasks are sent to processes
+        return find_word_tokenizer(self.settings.language)
+
+    def _made(self, name: str, make: Callable[[Any], Any]) -> Any:
+        """Return what datatrove makes of a setting. Raises InputError."""
+        try:
+            return make(getattr(self.settings, name))
+        except (InputError, ImportError, TypeError, ValueError) as error:
+            raise InputError(getattr(error, "message", str(error)), where=f"dedup.{name}") from None
+
+    def _evaluations(self) -> list[str]:
+        found = take_inventory(str(self.settings.evaluations))
+        found.refuse()
+        return [file.path for file in found.taken]
+
+    def _inputs(self) -> list[Any]:
+        """Return path, size and time of each input file, as JSON has them."""
+        found = stat_inputs(self.dataset, self.files, missing_ok=self.options.skips_files)
+        if self.settings.evaluations is not None:
+            found += stat_inputs(self.settings.evaluations, self._evaluations())
+        return [list(file) for file in found]
+
+    def begin(self) -> None:
+        """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
+        options, file = self.options, self.work / "settings.json"
+        now = self.settings.model_dump(exclude={"output_folder"}) | {"pipeline": describe_steps(options.pipeline)}
+        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
+        now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
+        before = read_json(file) if file.exists() else now
+        if different := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+            words = f"this folder holds a deduplication with another choice of {', '.join(different)}"
+            hint = "use another output folder, or delete this one to begin again"
+            raise InputError(words, where=self.output, hint=hint)
+        self._records.mkdir(parents=True, exist_ok=True)
+        for folder in (self.work, self._records):
+            remove_leftovers(folder)
+        write_json(file, now)
+
+    def records(self, stage: str) -> list[dict[str, Any]]:
+        """Return the records of the finished tasks of a stage."""
+        return [read_json(file) for file in sorted(self._records.glob(f"{stage}-[0-9]*.json"))]
+
+    def unfinished(self, stage: str, tasks: Sequence[int], threads: int) -> list[int]:
+        """Return the tasks that are not done. Reads every file of a finished task. Raises RelayrunError if a stage
+        before this one is not complete."""
+        for earlier in itertools.takewhile(lambda name: name != stage, self.stages):
+            if (done := len(self.records(earlier))) < self.stages[earlier]:
+                words = f"stage {earlier} is not complete: {done} of {self.stages[earlier]} tasks are done"
+                raise RelayrunError(words, where=self.work, hint="the same command again makes the others")
+        with ThreadPoolExecutor(threads) as pool:
+            are_done = list(pool.map(functools.partial(self._is_done, stage), tasks))
+        return [task for task, is_done in zip(tasks, are_done, strict=True) if not is_done]
+
+    def _record_file(self, stage: str, task: int) -> Path:
+        return self._records / f"{stage}-{task:05d}.json"
+
+    def _is_done(self, stage: str, task: int) -> bool:
+        try:
+            files = read_json(self._record_file(stage, task))["files"].items()
+            return all(file_checksum(self.output / name) == digest for name, digest in files)
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def run_task(self, stage: str, task: int) -> dict[str, Any]:
+        """Do a task; return its record."""
+        logger.disable("datatrove")
+        dedup.minhash.tqdm = dedup.exact_dedup.tqdm = functools.partial(tqdm, disable=True)
+        started = time.time()
+        with work_folder(self.work) as folder:
+            (folder / WORK / stage).mkdir(parents=True)
+            record: dict[str, Any] = getattr(self, f"_make_{stage}")(folder, task) or {}
+            made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+            record["files"] = {name: file_checksum(folder / name) for name in made}
+            fsync_tree(folder)
+            for name in made:
+                (self.output / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(folder / name, self.output / name)
+            for parent in {(self.output / name).parent for name in made}:
+                fsync_directory(parent)
+        record["seconds"] = round(time.time() - started, 3)
+        write_json(self._record_file(stage, task), record)
+        return record
+
+    def _arrays(self, dataset: str, name: str, rows: DocumentRows) -> Iterator[pa.Array]:
+        path, options = join_path(dataset, name), self.options
+        return map(rows.end_array, read_column(path, options.column, batch_bytes=options.batch_bytes, faults=rows))
+
+    def _make_evaluations(self, folder: Path, task: int) -> None:
+        """Write the n-grams of datatrove's indexer, which itself asks for a package with evaluation sets."""
+        hashing = create_hash_func(self.ngrams.hash_config)
+        indexer = SimpleNamespace(tokenizer=self._words(), config=self.ngrams, hash_func=hashing)
+        for name in self._evaluations():
+            hashes: set[int] = set()
+            rows = DocumentRows(self.options)
+            for array in self._arrays(str(self.settings.evaluations), name, rows):
+                for text in array.to_pylist():
+                    query = rows.others.popleft().get("query")
+                    hashes.update(decont.NGramsDecontIndexer.compute_hashes(indexer, text or "", query))
+            index = np.array(sorted(hashes), dtype=self.ngrams.hash_config.np_descr)
+            index.tofile(folder / WORK / "evaluations" / f"{name.replace('/', '_')}.index.hashes")
+
+    def _make_documents(self, folder: Path, task: int) -> dict[str, Any]:
+        place, last = folder / WORK / "documents", []
+        if self.settings.evaluations is not None:
+            index = str(self.work / "evaluations")
+            last.append({"decontamination": {"index_folder": index, "config": self.ngrams, "language": self._words()}})
+        steps = ShardSteps(self.options, output=str(place), shard=f"{task:05d}", last=last)
+        documents, skipped, bad = 0, {}, Counter[str]()
+        lines = JsonLines(place / f"{task:05d}.jsonl.gz")
+        with contextlib.closing(lines), contextlib.closing(steps):
+            for name in self.files[task :: self.tasks]:
+                rows, before = steps.begin_file(name), documents
+                lines.begin_member()
+                try:
+                    for array in self._arrays(self.dataset, name, rows):
+                        for document in filter(lambda document: document.text, steps.documents(array)):
+                            lines.write(_line(document, file=name, row=steps.row - 1))
+                            documents += 1
+                    bad.update(rows.counts)
+                except InputError as error:
+                    if not self.options.skips_files:
+                        raise
+                    steps.rollback()
+                    lines.rollback()
+                    skipped[name], documents = str(error), before
+            counts = steps.finish()[0]
+        if self.settings.exact:
+            hashes = dedup.ExactDedupSignature(str(place / "hashes"), self._exact, self.tasks)
+            hashes.run(_read(lines.path), task)
+        return {"steps": counts, "documents": documents, "skipped": skipped, "bad_lines": bad}
+
+    def _make_exact(self, folder: Path, task: int) -> None:
+        hashes, found = str(self.work / "documents" / "hashes"), str(folder / WORK / "exact")
+        dedup.ExactFindDedups(hashes, found, self._exact).run(None, task, self.tasks)
+
+    def _unique(self, task: int, writer: _Dropped | None = None) -> tuple[Iterator[Any], dict[str, Any]]:
+        """Return the documents of a task that the exact stage leaves, and its block; `writer` takes the others."""
+        documents = _read(self.work / "documents" / f"{task:05d}.jsonl.gz")
+        if not self.settings.exact:
+            return documents, {}
+        block = dedup.ExactDedupFilter(str(self.work / "exact"), self._exact, writer)
+        return block.run(documents, task), {"exact": block}
+
+    def _make_signatures(self, folder: Path, task: int) -> None:
+        place = str(folder / WORK / "signatures")
+        dedup.MinhashDedupSignature(place, self.minhash, self._words()).run(self._unique(task)[0], task)
+
+    def _make_buckets(self, folder: Path, task: int) -> None:
+        places, config = (str(self.work / "signatures"), str(folder / WORK / "buckets")), self.minhash
+        block = dedup.MinhashDedupBuckets(*places, config=config, lines_to_buffer=_LINES)
+        block.run(None, task, config.num_buckets)
+
+    def _make_clusters(self, folder: Path, task: int) -> None:
+        places, config = (str(self.work / "buckets"), str(folder / WORK / "clusters")), self.minhash
+        dedup.MinhashDedupCluster(*places, config, save_cluster_size=True, lines_to_buffer=_LINES).run()
+
+    def _make_kept(self, folder: Path, task: int) -> dict[str, Any]:
+        file = exclusion_file(folder / WORK / "kept", f"{task:05d}")
+        lines, kept = JsonLines(file), JsonLines(folder / f"{task:05d}.jsonl.gz")
+        with contextlib.closing(lines), contextlib.closing(kept):
+            documents, blocks = self._unique(task, _Dropped(lines, "exact", _SAME))
+            if self.settings.minhash is not None:
+                writer = _Dropped(lines, "minhash", f"nearly the {_SAME}")
+                block = dedup.MinhashDedupFilter(str(self.work / "clusters"), writer, load_cluster_sizes=True)
+                documents, blocks = block.run(documents, task), blocks | {"minhash": block}
+            for document in documents:
+                document.metadata.pop(_CLUSTER_SIZE, None)
+                kept.write(_line(document))
+        counts = {
+            name: [int(each.stats[hint].total) for hint in ("total", "forwarded")] for name, each in blocks.items()
+        }
+        return {"steps": [{"step": name, "in": read, "out": left} for name, (read, left) in counts.items()]}
