@@ -20,15 +20,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from relayrun.cli.run.stop import request_stop
+from relayrun.cli.run.stop import ask
 from relayrun.config.compose import resolve
 from relayrun.config.sections.batch_systems import batch_system
-from relayrun.control.chain.campaign import start_due_members
-from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.factory import local_scheduler
-from relayrun.errors import SchedulerError, user_name
+from relayrun.errors import SchedulerError
 from relayrun.submit.submission import submit_run
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue
@@ -40,6 +38,9 @@ __all__ = ["RunHandle", "submit"]
 
 class RunHandle:
     """A run: its directory, or its project/name below logs/runs of the project. Raises RunDirError if it is none."""
+
+    path: Path
+    """The run directory."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = find_run(os.fspath(run))
@@ -62,10 +63,7 @@ class RunHandle:
 
     def stop(self) -> str:
         """Write a checkpoint and end the chain, as `relayrun stop RUN`; return a sentence about the effect."""
-        said = request_stop(self._run, queue.run_scheduler(self._run), user=user_name(os.geteuid()))
-        unsent_notices.send_in_background(self._run)
-        start_due_members(campaign_folders([self._run]))
-        return said
+        return ask(self._run, "stop")
 
 
 def submit(

@@ -13,8 +13,8 @@
 | `.staging/` `.quarantine/` | a save under way; damaged checkpoints, each with a reason |
 
 A checkpoint counts from its line on, until one of the same or an earlier step is committed behind it: training went
-back. One process at a time calls these functions for a folder, in one thread. Of several ranks that is rank 0: all write
-their files into a new folder, and rank 0 calls `commit` behind a barrier, or `newest`, and broadcasts the result.
+back. One process at a time calls these functions for a folder. Of several ranks that is rank 0: all write their files
+into a new folder, and rank 0 calls `commit` behind a barrier; at the start it calls `newest` and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 
 from relayrun import client
 from relayrun.control.rundir.checkpoint_records import (
+    FOLDER_COMMITS,
     ResumePoint,
     folder_commits,
-    folder_commits_path,
     quarantine_checkpoint,
 )
 from relayrun.control.rundir.records import CheckpointCommit
@@ -109,7 +109,7 @@ def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
         target = quarantine_checkpoint(top, base, attempt=0, why=faults[0])
         log.warning("%s is damaged: %s; moved to %s", path, faults[0], target)
     if commits:
-        hint = f"bring one back from a copy, or remove {folder_commits_path(top)} to begin anew"
+        hint = f"bring one back from a copy, or remove {top / FOLDER_COMMITS} to begin anew"
         raise DamagedCheckpoint("none of its checkpoints is whole", where=top, hint=hint)
     return None
 
@@ -134,7 +134,7 @@ def _commit(written: Path, final: Path, step: int) -> Checkpoint:
         files=file_sizes(final),
         checksum=root,
     )
-    line.append(folder_commits_path(final.parent))
+    line.append(final.parent / FOLDER_COMMITS)
     fsync_directory(final.parent)  # the first line makes its file
     client.checkpoint_done(step, final)
     return Checkpoint(step, final)

@@ -37,7 +37,7 @@ arguments = TrainingArguments(
 )
 torch.manual_seed(1)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **small))
-trainer = SeenTrainer(model, arguments, train_dataset=samples, callbacks=[samples.callback])
+trainer = SeenTrainer(model, arguments, train_dataset=samples, callbacks=[samples])
 saved = sorted(folder.glob("checkpoint-*"))
 trainer.train(resume_from_checkpoint=str(saved[-1]) if saved else None)
 (folder / f"rank-{arguments.process_index}-{steps}.json").write_text(json.dumps(seen))

@@ -63,7 +63,7 @@ arguments = TrainingArguments(
     report_to="none",
     seed=1,
 )
-trainer = SeenTrainer(model, arguments, train_dataset=samples, callbacks=[samples.callback, Relay()])
+trainer = SeenTrainer(model, arguments, train_dataset=samples, callbacks=[samples, Relay()])
 found = checkpoints.newest(folder)
 trainer.train(resume_from_checkpoint=None if found is None else str(found.path))
 samples.loader.close()

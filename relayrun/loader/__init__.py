@@ -172,7 +172,7 @@ class Loader(Iterator[dict[str, Any]]):
         return TorchBatches(self)
 
     def for_trainer(self) -> TrainerSamples:
-        """Return this loader as a dataset of samples for `transformers.Trainer`, with a `callback` that resumes it. The
+        """Return this loader as a dataset of samples for `transformers.Trainer`, and a callback that resumes it. The
         loader has `world_size=1` on every rank: the Trainer deals the rows of a batch to the ranks."""
         from relayrun.loader.trainer_samples import TrainerSamples
 

@@ -2,7 +2,7 @@
 
 samples = Loader(data, seq_length=4096, batch_size=64).for_trainer()
 arguments = TrainingArguments(..., max_steps=1000, ignore_data_skip=True, remove_unused_columns=False)
-Trainer(model, arguments, train_dataset=samples, callbacks=[samples.callback]).train(resume_from_checkpoint=...)
+Trainer(model, arguments, train_dataset=samples, callbacks=[samples]).train(resume_from_checkpoint=...)
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 
 from relayrun.errors import ConfigError
 from relayrun.loader import Loader
 from relayrun.loader.torch_batches import as_tensors, refuse_several_workers
 
 
-class TrainerSamples(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """Samples of a loader: `input_ids`, and as `labels` and `shift_labels` the next tokens, -100 where a mask is 0."""
+class TrainerSamples(torch.utils.data.IterableDataset[dict[str, torch.Tensor]], TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Samples of a loader: `input_ids`, and as `labels` and `shift_labels` the next tokens, -100 where a mask is 0.
+
+    As a callback it keeps the state of those trained on, not of those fetched ahead, in `trainer_state.json`."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self.callback = TrainerPosition(loader)
+        self._trainer, self._start = TrainerState(), 0  # the Trainer asks for the state before it trains
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Go on where the loader stands. Raises InputError in one of several workers, which would repeat samples."""
@@ -38,18 +40,11 @@ class TrainerSamples(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
             for row in range(len(labels)):
                 yield {name: part[row] for name, part in parts.items()}
 
-
-class TrainerPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the state of the samples that were trained on in `trainer_state.json`, not of those fetched ahead."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Load the state of the checkpoint. Raises ConfigError for arguments with which the samples would be others."""
         size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        if size != self._loader.batch_size or self._loader.world_size != 1:
-            words = f"a step of the Trainer takes {size} samples, not the loader's {self._loader.batch_size}"
+        if size != self.loader.batch_size or self.loader.world_size != 1:
+            words = f"a step of the Trainer takes {size} samples, not the loader's {self.loader.batch_size}"
             raise ConfigError(words, hint=f"Loader(..., batch_size={size}, world_size=1)")
         if not args.ignore_data_skip or args.remove_unused_columns:
             hint = "TrainingArguments(..., ignore_data_skip=True, remove_unused_columns=False)"
@@ -58,10 +53,10 @@ class TrainerPosition(TrainerCallback, ExportableState):  # type: ignore[misc]
             saved = state.stateful_callbacks.get(type(self).__name__)
             if not isinstance(saved, dict):
                 raise ConfigError("the checkpoint has no state of the loader: it was saved without this callback")
-            self._loader.load_state_dict(saved["attributes"]["samples"])
-        self._trainer, self._start = state, self._loader.position - state.global_step * size
+            self.loader.load_state_dict(saved["attributes"]["samples"])
+        self._trainer, self._start = state, self.loader.position - state.global_step * size
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        position = self._start + self._trainer.global_step * self._loader.batch_size
-        return {"args": {}, "attributes": {"samples": self._loader.state_dict(position)}}
+        position = self._start + self._trainer.global_step * self.loader.batch_size
+        return {"args": {}, "attributes": {"samples": self.loader.state_dict(position)}}

@@ -49,8 +49,8 @@ class TrainerLike:
 
     def __init__(self, loader: Loader, saved: dict[str, Any] | None = None) -> None:
         form = loader.for_trainer()
-        self.callback = form.callback
-        past = {} if saved is None else {"TrainerPosition": json.loads(json.dumps(saved))}
+        self.callback = form
+        past = {} if saved is None else {"TrainerSamples": json.loads(json.dumps(saved))}
         step = 0 if saved is None else saved["step"]
         self.state = SimpleNamespace(global_step=step, stateful_callbacks=past)
         self.callback.on_train_begin(arguments(), self.state, None)
@@ -62,7 +62,6 @@ class TrainerLike:
         rows = [row for half in self._ahead[:2] for row in half["input_ids"].tolist()]
         del self._ahead[:2]
         self.state.global_step += 1
-        self.callback.on_step_end(arguments(), self.state, None)
         return rows
 
     def save(self) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def test_ranks_of_a_trainer_share_the_rows_of_a_step_and_resume(tmp_path: Path) 
 def test_arguments_with_which_a_trainer_would_read_other_samples_are_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
-    callback = opened(shards(Workspace.make(tmp_path), code=1)).for_trainer().callback
+    callback = opened(shards(Workspace.make(tmp_path), code=1)).for_trainer()
     state = SimpleNamespace(global_step=0, stateful_callbacks={})
     with pytest.raises(ConfigError, match=words):
         callback.on_train_begin(arguments(**change), state, None)

@@ -144,8 +144,8 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
     if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []
     named, iteration = split_run_and_iteration(name)
-    if checkpoint_records.folder_commits_path(Path(named).expanduser()).is_file():
-        folder = Path(named).expanduser().absolute()
+    folder = Path(named).expanduser().absolute()
+    if (folder / checkpoint_records.FOLDER_COMMITS).is_file():
         every = [each for each in checkpoint_records.folder_commits(folder) if iteration in (None, each.iteration)]
         if not every:
             raise InputError(f"no checkpoint of step {iteration} is committed here", where=folder)

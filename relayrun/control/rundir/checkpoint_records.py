@@ -30,6 +30,9 @@ from relayrun.files import fsync_directory, leads_out, path_exists, read_json_li
 
 T = TypeVar("T")
 
+FOLDER_COMMITS = "commits.jsonl"
+"""The record of a folder of checkpoints that belongs to no run; see `relayrun.checkpoints`."""
+
 
 class ReadOnce(Generic[T]):
     """The items of an iterator, iterable any number of times, even while another iteration is under way."""
@@ -200,7 +203,7 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
-    if folder_commits_path(folder.parent).is_file():
+    if (folder.parent / FOLDER_COMMITS).is_file():
         own = (each for each in folder_commits(folder.parent) if each.path == folder.name)
         return next((replace(each, path=str(folder)) for each in own), None)
     if folder.parent.name != "checkpoints":
@@ -211,23 +214,18 @@ def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     return next((commit for commit in commits if os.path.realpath(commit.path) == str(folder)), None)
 
 
-def folder_commits_path(folder: Path) -> Path:
-    """Return the record of a folder of checkpoints that belongs to no run; see `relayrun.checkpoints`."""
-    return folder / "commits.jsonl"
-
-
 def folder_commits(folder: Path) -> Iterator[CheckpointCommit]:
     """Yield the commits of such a folder that count, newest first; each `path` is a name in it. Raises RunDirError for
     a damaged record, or a name that leads elsewhere."""
     before = sys.maxsize
-    for _, record in read_json_lines_backwards(folder_commits_path(folder)):
+    for _, record in read_json_lines_backwards(folder / FOLDER_COMMITS):
         try:
             commit = CheckpointCommit.of(record)
             if "/" in commit.path or commit.path.startswith(".") or any(map(leads_out, commit.files)):
                 raise TypeError("a name that leads elsewhere")
             counts = commit.iteration < before
         except (TypeError, AttributeError) as error:
-            raise RunDirError(f"unreadable record: {error}", where=folder_commits_path(folder)) from None
+            raise RunDirError(f"unreadable record: {error}", where=folder / FOLDER_COMMITS) from None
         if counts:
             before = commit.iteration
             yield commit
