@@ -30,7 +30,7 @@ class Relay(TrainerCallback):
             step_done(state.global_step, loss=logs["loss"], samples=seen)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        checkpoints.commit(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
+        checkpoints.commit(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 class SeenTrainer(Trainer):

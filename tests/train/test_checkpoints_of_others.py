@@ -17,7 +17,6 @@ import pytest
 from relayrun import checkpoints, client
 from relayrun.checkpoints import Checkpoint, DamagedCheckpoint
 from relayrun.cli import main
-from relayrun.errors import RunDirError
 
 PATH = str(Path(__file__).resolve().parents[2])
 
@@ -81,7 +80,7 @@ def test_no_whole_one_is_an_error_and_never_the_beginning(tmp_path: Path) -> Non
         checkpoints.newest(tmp_path)
     for step in (2, 3, 4, 5):
         flip(save(tmp_path, step) / "step.json")
-    with pytest.raises(DamagedCheckpoint, match="3 checkpoints in a row"):
+    with pytest.raises(DamagedCheckpoint, match="3 in a row"):
         checkpoints.newest(tmp_path)
     assert visible(tmp_path) == ["step_0000002", "step_0000003"]
 
@@ -98,17 +97,9 @@ def test_a_block_that_raises_commits_nothing(tmp_path: Path) -> None:
 def test_training_that_went_back_hides_what_was_beyond(tmp_path: Path) -> None:
     for step in (100, 200, 300, 200):
         save(tmp_path, step)
+        time.sleep(0.02)  # the clock of files is coarse
     assert checkpoints.newest(tmp_path) == Checkpoint(200, tmp_path / "step_0000200")
     assert visible(tmp_path) == ["step_0000100", "step_0000200", "step_0000300"]
-
-
-@pytest.mark.parametrize("change", [{"path": "../x"}, {"path": ".x"}, {"files": {"../x": 1}}, {"iteration": "1"}])
-def test_a_record_of_somebody_else_leads_nowhere(tmp_path: Path, change: dict[str, Any]) -> None:
-    save(tmp_path, 1)
-    record = tmp_path / "commits.jsonl"
-    record.write_text(json.dumps(json.loads(record.read_text()) | change) + "\n")
-    with pytest.raises(RunDirError, match="unreadable record"):
-        checkpoints.newest(tmp_path)
 
 
 PROGRAM = """
@@ -167,13 +158,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         folder.mkdir(parents=True)
         write(folder, step)
         assert main(["checkpoint", "commit", str(folder)]) == 0
-    assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
+    assert main(["checkpoint", "verify", str(folder)]) == 0
     assert "clean: " in capsys.readouterr().out
     flip(tmp_path / "out" / "checkpoint-500" / "step.json")
-    assert main(["checkpoint", "verify", f"{tmp_path / 'out'}:500"]) == 1
+    assert main(["checkpoint", "verify", str(tmp_path / "out" / "checkpoint-500")]) == 1
     assert "step.json is not the one that was saved" in capsys.readouterr().out
-    assert main(["checkpoint", "commit", str(tmp_path / "out" / "checkpoint-500")]) == 1
-    assert "step 1000 is committed here already" in capsys.readouterr().err
+    assert main(["checkpoint", "commit", str(tmp_path / "out" / "checkpoint-500")]) == 0
+    assert "step 1000 beside it counts no more" in capsys.readouterr().out
+    assert [each.step for each in checkpoints.committed(tmp_path / "out")] == [500]
+    time.sleep(0.02)
+    assert main(["checkpoint", "commit", str(tmp_path / "out" / "checkpoint-1000")]) == 0
+    assert [each.step for each in checkpoints.committed(tmp_path / "out")] == [1000, 500]
 
 
 def test_the_pages_program_runs(tmp_path: Path) -> None:

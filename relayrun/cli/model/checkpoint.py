@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import time
 from pathlib import Path
 
@@ -33,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="read a checkpoint back in full and compare every byte with its hash")
     words = "run directory, or project/name below logs/runs, and an iteration (default: the newest whole one)"
-    others = "a folder of `relayrun.checkpoints`, or the folder of a checkpoint"
-    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or {others}")
+    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or the folder of a checkpoint")
     verify.set_defaults(run=verify_checkpoint)
     commit = actions.add_parser("commit", help="hash a checkpoint of any program, so that its bytes can be verified")
     commit.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint, whole; its name ends in its step")
@@ -88,15 +86,11 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
 def commit_checkpoint(options: argparse.Namespace) -> int:
     """Hash a checkpoint of any program and commit it. Raises RelayrunError."""
     folder = options.folder.expanduser().absolute()
-    number = re.search(r"(\d+)\D*$", folder.name)
-    if number is None:
-        raise InputError("the name of this folder has no number", where=folder, hint="call relayrun.checkpoints.commit")
-    step = int(number[1])
-    newer = next((each.iteration for each in checkpoint_records.folder_commits(folder.parent)), step)
-    if newer > step:
-        words = f"step {newer} is committed here already, and would not count any more"
-        raise InputError(words, where=folder.parent, hint="commit checkpoints in the order of their steps")
-    print(f"committed step {step}: {checkpoints.commit(folder, step).path}")
+    beyond = checkpoints.committed(folder.parent)
+    done = checkpoints.commit(folder)
+    print(f"committed step {done.step}: {done.path}")
+    if beyond and beyond[0].step > done.step:
+        print(f"step {beyond[0].step} beside it counts no more, until it is committed again")
     return 0
 
 
@@ -144,12 +138,6 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
     if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []
     named, iteration = split_run_and_iteration(name)
-    folder = Path(named).expanduser().absolute()
-    if (folder / checkpoint_records.FOLDER_COMMITS).is_file():
-        every = [each for each in checkpoint_records.folder_commits(folder) if iteration in (None, each.iteration)]
-        if not every:
-            raise InputError(f"no checkpoint of step {iteration} is committed here", where=folder)
-        return folder / every[0].path, []
     run = find_run(named)
     line = checkpoint_records.Lineage(run)
     if iteration is None:

@@ -15,7 +15,6 @@ import contextlib
 import os
 import re
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,12 +25,9 @@ from typing import Generic, TypeVar
 from relayrun.control.rundir.records import AttemptStart, CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, leads_out, path_exists, read_json_lines_backwards, unused_name
+from relayrun.files import fsync_directory, path_exists, unused_name
 
 T = TypeVar("T")
-
-FOLDER_COMMITS = "commits.jsonl"
-"""The record of a folder of checkpoints that belongs to no run; see `relayrun.checkpoints`."""
 
 
 class ReadOnce(Generic[T]):
@@ -203,32 +199,12 @@ def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:
     """Return the newest commit of the checkpoint in this folder of any run; None without one. Raises RunDirError."""
     folder = Path(os.path.realpath(path))
-    if (folder.parent / FOLDER_COMMITS).is_file():
-        own = (each for each in folder_commits(folder.parent) if each.path == folder.name)
-        return next((replace(each, path=str(folder)) for each in own), None)
     if folder.parent.name != "checkpoints":
         return None
     run = Run(folder.parent.parent)
     attempts = map(run.attempt, reversed(run.attempt_numbers()))
     commits = (commit for attempt in attempts for commit in attempt.commits_backwards())
     return next((commit for commit in commits if os.path.realpath(commit.path) == str(folder)), None)
-
-
-def folder_commits(folder: Path) -> Iterator[CheckpointCommit]:
-    """Yield the commits of such a folder that count, newest first; each `path` is a name in it. Raises RunDirError for
-    a damaged record, or a name that leads elsewhere."""
-    before = sys.maxsize
-    for _, record in read_json_lines_backwards(folder / FOLDER_COMMITS):
-        try:
-            commit = CheckpointCommit.of(record)
-            if "/" in commit.path or commit.path.startswith(".") or any(map(leads_out, commit.files)):
-                raise TypeError("a name that leads elsewhere")
-            counts = commit.iteration < before
-        except (TypeError, AttributeError) as error:
-            raise RunDirError(f"unreadable record: {error}", where=folder / FOLDER_COMMITS) from None
-        if counts:
-            before = commit.iteration
-            yield commit
 
 
 def checkpoint_fault(commit: CheckpointCommit) -> str | None:
