@@ -14,8 +14,9 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_output_files
+from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools
 from relayrun.lab.faults.table import UNDISTURBED, Fault
+from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
@@ -154,7 +155,9 @@ def drill(
             assert_closed(cluster, run)
     finally:
         cluster.down()
-    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_output_files(run))
+    said = "\n".join(
+        log.read_text(errors="replace")[-4000:] for log in sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
+    )
     assert result.passed, f"{result.wrong}\n{result.said}\n{said}"
     if fault.expect == "resumed":  # as torch reads them, not by their hashes
         assert result.bit_for_bit
