@@ -222,6 +222,29 @@ SECTIONS: dict[str, list[Row]] = {
         Row("memory at the end over that after a fifth of the time", "memory.last_over_first", ".2f", most=1.05),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
+    "loader": [
+        Row("million tokens per CPU second of the loader", "relayrun.million_tokens_per_cpu_second", ".1f"),
+        *(
+            row
+            for way, name in (
+                ("torchdata", "StatefulDataLoader over a stream of Hugging Face datasets"),
+                ("grain", "Grain"),
+            )
+            for row in (
+                Row(
+                    f"tokens per CPU second over {name}", f"ratio.{way}.million_tokens_per_cpu_second", ".2f", least=1.5
+                ),
+                Row("memory over it", f"ratio.{way}.peak_gigabytes", ".2f", most=1),
+                Row("CPU seconds to the first batch over it", f"ratio.{way}.first_batch_cpu_seconds", ".2f"),
+                Row("CPU seconds to the first batch of a resume over it", f"ratio.{way}.resume_cpu_seconds", ".2f"),
+            )
+        ),
+        Row("CPU seconds from the start of Python to the first batch", "relayrun.first_batch_cpu_seconds", ".2f"),
+        Row("the same behind a state", "relayrun.resume_cpu_seconds", ".2f"),
+        Row("gigabytes at most", "relayrun.peak_gigabytes", ".2f"),
+        Row("bytes of the state", "relayrun.state_bytes", ",.0f", most=16_384),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "sorted_files": [
         Row("lag-1 correlation of lengths in files that are sorted", "lag_1_correlation", ".2f"),
         Row("change of the loss from step to step, sorted files over shuffled ones", "loss_noise_ratio", ".1f"),

@@ -193,7 +193,7 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
                 rows = micro_batch.tokens
                 tokens = torch.from_numpy(rows)
                 if flags:
-                    mask = torch.from_numpy(sample_rows.eod_loss_mask(rows[:, :-1], EOD))
+                    mask = torch.from_numpy((rows[:, :-1] != EOD).astype(np.float32))
                     places = torch.from_numpy(sample_rows.document_positions(rows[:, :-1], EOD))
                 else:
                     if ones is None or positions is None:

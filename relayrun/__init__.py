@@ -2,8 +2,10 @@
 
 What lies where. A room imports only rooms that stand below it in this list, which a test reads from here:
 
+    api               what the commands do, for programs: submit, wait, status, stop
     cli               the `relayrun` command: its verbs in five groups
     lab               experiments on an installation: planted faults, checks of GPUs, text to try
+    checkpoints       checkpoints of any program: saved, verified, kept
     loader            the data of a run in a training program of one's own
     submit            from a config to a queued job
     watch             what happened, for people: status, report, goodput, messages

@@ -9,13 +9,14 @@ my-project/
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun import places
-from relayrun.config.compose import resolve, yaml_file
+from relayrun.config.compose import describe, resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, InputError, on_interrupt
 from relayrun.files import write_atomic
@@ -160,7 +161,8 @@ def _files(name: str, site: Path, template: str) -> dict[str, str]:
     if template != "command":
         made[DATA_CONFIG] = data.replace("launchers/submit_tokenization.py", "relayrun dumps submit")
     if template != "tokenize":
-        made[RUN_CONFIG] = _run_text(name, site, template)
+        made[RUN_CONFIG] = f"# yaml-language-server: $schema=../run.schema.json\n{_run_text(name, site, template)}"
+        made["configs/run.schema.json"] = json.dumps(describe.json_schema(), indent=1) + "\n"
     return made
 
 

@@ -29,6 +29,7 @@ HEAVY_MODULES = (
     PACKAGE / "tokens" / "order" / "megatron.py",
     PACKAGE / "lab" / "loss_terms.py",
     PACKAGE / "loader" / "torch_batches.py",
+    PACKAGE / "loader" / "trainer_samples.py",
     *(PACKAGE / "lab" / "gpucheck" / "programs").glob("*.py"),
     *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
 )

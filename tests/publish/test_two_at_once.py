@@ -36,6 +36,7 @@ SHOWN_BY = {
     "dumps submit": "each dump is tokenized under the lock of `dumps tokenize`",
     "dumps tune": "it measures in a temporary folder with its owner's name",
     "dumps verify": "it moves marks of dumps, each by a rename",
+    "checkpoint commit": "a file by a rename, and a line that is appended",
     "checkpoint verify": "its record is a line that is appended",
     "gpu-check": "a page and a file of figures, each by a rename",
     "drill": "its runs are submitted: the lock of a submit",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from relayrun.cli import main
+from relayrun.config.sections.data import DataSection
 from relayrun.errors import ConfigError
 from relayrun.tokens.order import sample_rows
 from relayrun.tokens.readers.texts import PackedTexts
@@ -166,10 +167,13 @@ def test_characters_are_tokens_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_counts_where_it_is_one_of_the_tokens() -> None:
-    counted = np.isin(np.arange(256), BASES)
+    data = DataSection.model_validate({"tokenizer": "none", "mock_data": True, "mask_tokens_except": "ACGTacgt"})
+    data = data.model_copy(update={"mask_tokens_except": "ACGTacgt"})  # without effect on made-up data
+    masks = sample_rows.RowMasks(data, eod=None, counted=np.array(BASES), vocabulary_size=256)
     rows = np.array([[2, *b"ACNgR@t", 0], [2, *b"NNNNNNN", 0]])
     expected = [[target in BASES for target in row] for row in rows[:, 1:].tolist()]
-    found = sample_rows.target_loss_mask(rows[:, 1:], counted)
+    found = masks.loss(sample_rows.RowBatch(tokens=rows))
+    assert found is not None
     assert found.dtype == np.float32
     assert found.tolist() == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -159,6 +160,41 @@ def test_a_changed_mixture_begins_at_the_state_and_other_data_are_refused(tmp_pa
         Ranks(shards(workspace, web=3, code=1), 1, seq_length=32).load(state)
     with pytest.raises(ConfigError, match="version None"):
         Ranks(shards(workspace, code=1), 1).load({})
+
+
+@pytest.mark.parametrize("source", [shards, text])
+def test_data_commands_read_the_records_of_a_loader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Any
+) -> None:
+    workspace = Workspace.make(tmp_path)
+    data = shards(workspace, web=3, code=1) if source is shards else text(workspace)
+    rows = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        with Loader(data, seq_length=LENGTH, batch_size=BATCH, seed=seed) as loader:
+            for _ in range(3):
+                rows.append(next(loader)["input_ids"].tolist())
+                loader.record(tmp_path / name, loader.state_dict())
+            ledger = loader.ledger()
+    capsys.readouterr()
+    assert main(["data", "ledger", str(tmp_path / "c")]) == 0
+    said = capsys.readouterr().out
+    assert f"c: {3 * BATCH} samples in 3 steps" in said
+    for name, count in ledger.items():
+        assert re.search(rf"{name} .* {count} ", said), said
+    assert main(["data", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert main(["data", "diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert "first different sample: 0" in capsys.readouterr().out
+    assert main(["data", "show", str(tmp_path / "a"), "--samples", f"{2 * BATCH}:{3 * BATCH}", "--full"]) == 0
+    shown = capsys.readouterr().out
+    assert f"sample {2 * BATCH}: " in shown
+    assert "step 3" in shown
+    if source is shards:
+        assert all(" ".join(f"w{token}" for token in row) in shown for row in rows[2])
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH, seed=1) as loader:
+        next(loader)
+        loader.record(tmp_path / "a", loader.state_dict())
+    assert main(["data", "ledger", str(tmp_path / "a")]) == 0
+    assert f"a: {BATCH} samples in 1 steps" in capsys.readouterr().out
 
 
 def test_text_on_several_ranks_needs_a_gather(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from relayrun.config.sections.data import DataSection  # noqa: E402
+from relayrun.tokens.order.sample_rows import RowMasks  # noqa: E402
 from relayrun.train.distributed import to_device  # noqa: E402
 from relayrun.train.model import gpt  # noqa: E402
 from relayrun.train.model.loss import loss_function  # noqa: E402
@@ -38,12 +40,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_values_of_a_micro_batch_are_copied_once_from_pinned_memory(copies: list[str]) -> None:
     tokens = np.arange(10).reshape(2, 5)
-    stage: Any = SimpleNamespace(
-        ranks=SimpleNamespace(device=GPU),
-        _restarts_positions=True,
-        _data=SimpleNamespace(reset_position_ids=True),
-        _eod=3,
-    )
+    data = DataSection.model_validate({"tokenizer": "none", "mock_data": True, "reset_position_ids": True})
+    masks = RowMasks(data, eod=3, counted=None, vocabulary_size=10)
+    stage: Any = SimpleNamespace(ranks=SimpleNamespace(device=GPU), _masks=masks)
     to_device(torch.from_numpy(tokens), GPU)
     positions = gpt.ModelStage._position_ids(stage, gpt.MicroBatch(tokens=tokens))
     assert positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]

@@ -135,7 +135,9 @@ def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixtur
     (run.checkpoint(20) / "common.pt").write_bytes(b"short")
     assert main(["checkpoint", "verify", str(run.path)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == (f"damaged: {run.checkpoint(20)}: common.pt has 5 bytes, not 120")
-    quarantine_checkpoint(run, ResumePoint(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn")
+    quarantine_checkpoint(
+        run.checkpoints, ResumePoint(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn"
+    )
     assert main(["checkpoint", "verify", str(run.path)]) == 0, "`relayrun status` tells of it"
 
 
@@ -185,14 +187,16 @@ def test_the_commit_of_a_folder(run: Run, tmp_path: Path) -> None:
 
 def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run) -> None:
     base = ResumePoint(iteration=20, path=str(run.checkpoint(20)))
-    target = quarantine_checkpoint(run, base, attempt=2, why="the values of w are not those that were saved")
+    target = quarantine_checkpoint(
+        run.checkpoints, base, attempt=2, why="the values of w are not those that were saved"
+    )
     assert (target / "common.pt").exists()
     assert resume_point(run).iteration == 10
     for found in (quarantined_checkpoints(run), newer_broken_checkpoints(run, Lineage(run), resume_point(run))):
         assert [(entry.iteration, entry.path) for entry in found] == [(20, str(target))]
         assert found[0].why == "the values of w are not those that were saved"
     run.checkpoint(20).mkdir()
-    second = quarantine_checkpoint(run, base, attempt=2, why="again")
+    second = quarantine_checkpoint(run.checkpoints, base, attempt=2, why="again")
     assert second.name == "iter_0000020-0002-2"
     assert {entry.why for entry in quarantined_checkpoints(run)} == {
         "the values of w are not those that were saved",

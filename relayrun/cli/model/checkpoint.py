@@ -1,4 +1,4 @@
-"""`relayrun checkpoint`: verify the bytes of a checkpoint, mirror checkpoints, and restore copies."""
+"""`relayrun checkpoint`: commit and verify the bytes of a checkpoint, mirror checkpoints, and restore copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from relayrun import checkpoints
 from relayrun.cli import add_run
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import checkpoint_records
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "run directory, or project/name below logs/runs, and an iteration (default: the newest whole one)"
     verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or the folder of a checkpoint")
     verify.set_defaults(run=verify_checkpoint)
+    commit = actions.add_parser("commit", help="hash a checkpoint of any program, so that its bytes can be verified")
+    commit.add_argument("folder", type=Path, metavar="FOLDER", help="the checkpoint, whole; its name ends in its step")
+    commit.set_defaults(run=commit_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
     add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
@@ -77,6 +81,17 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     vouched = "" if root is not None or recorded is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
+
+
+def commit_checkpoint(options: argparse.Namespace) -> int:
+    """Hash a checkpoint of any program and commit it. Raises RelayrunError."""
+    folder = options.folder.expanduser().absolute()
+    beyond = checkpoints.committed(folder.parent)
+    done = checkpoints.commit(folder)
+    print(f"committed step {done.step}: {done.path}")
+    if beyond and beyond[0].step > done.step:
+        print(f"step {beyond[0].step} beside it counts no more, until it is committed again")
+    return 0
 
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:

@@ -34,16 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Request a checkpoint, or end the chain, after a checkpoint or at once."""
-    found = find_runs.find_run(options.name)
+    print(ask(find_runs.find_run(options.name), options.command))
+    return 0
+
+
+def ask(found: Run, command: str) -> str:
+    """Save, stop or cancel; return a sentence about the effect. Raises RelayrunError."""
     scheduler = queue.run_scheduler(found)
-    if options.command == "save":
-        print(request_save(found, scheduler))
+    if command == "save":
+        said = request_save(found, scheduler)
     else:
-        end = request_stop if options.command == "stop" else cancel_chain
-        print(end(found, scheduler, user=user_name(os.geteuid())))
+        end = request_stop if command == "stop" else cancel_chain
+        said = end(found, scheduler, user=user_name(os.geteuid()))
     unsent_notices.send_in_background(found)
     campaign.start_due_members(campaign_folders([found]))
-    return 0
+    return said
 
 
 def request_save(run: Run, scheduler: Scheduler) -> str:

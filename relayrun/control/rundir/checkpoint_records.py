@@ -260,10 +260,11 @@ def newer_broken_checkpoints(run: Run, line: Lineage, durable: ResumePoint) -> l
     return [found[iteration] for iteration in sorted(found, reverse=True)]
 
 
-def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str) -> Path:
-    """Move a checkpoint to quarantine, unless it is gone already, and write the reason; return its new path."""
+def quarantine_checkpoint(checkpoints: Path, base: ResumePoint, *, attempt: int, why: str) -> Path:
+    """Move one of the `checkpoints` to quarantine, unless it is gone already, and write the reason; return its new
+    path."""
     assert base.path is not None
-    folder = run.checkpoints / ".quarantine"
+    folder = checkpoints / ".quarantine"
     folder.mkdir(exist_ok=True)
     target = unused_name(folder, f"{Path(base.path).name}-{attempt:04}")
     reason = QuarantineReason(iteration=base.iteration, attempt=attempt, why=why, time=time.time())
@@ -271,7 +272,7 @@ def quarantine_checkpoint(run: Run, base: ResumePoint, *, attempt: int, why: str
     if Path(base.path).is_dir():
         os.rename(base.path, target)
         fsync_directory(folder)
-        fsync_directory(run.checkpoints)
+        fsync_directory(checkpoints)
     return target
 
 

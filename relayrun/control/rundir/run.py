@@ -9,6 +9,7 @@
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
     streams.json wandb/ tensorboard/   see `tracker_runs`; written by the trackers and by rank 0
+    loader/000000000001200.json  states of `relayrun.loader`, in a program of one's own
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `evaluations`
     notices/                     see `control.notify.notices`
     membership.json              see `campaign`
@@ -63,6 +64,8 @@ class Run:
     """Progress of the merged views; see `rundir.merged_metrics`."""
     streams = PathIn("streams.json")
     """Ids of the run in W&B and TensorBoard; see `rundir.tracker_runs`."""
+    loader_states = PathIn("loader")
+    """States of the data of a program of one's own, by their samples; see `relayrun.loader`."""
     tensorboard = PathIn("tensorboard")
     """One folder of event files per tracker run."""
     evaluations = PathIn("evaluations")

@@ -74,7 +74,7 @@ def hash_new_checkpoints(run: Run, attempt: Attempt) -> None:
         log_line(f"the checkpoint of iteration {commit.iteration} does not count: {why}")
         line = {"iteration": commit.iteration, "error": why, "time": time.time(), "identical": found == again}
         append_line(attempt.failed_saves, line)
-        quarantine_checkpoint(run, ResumePoint.of(commit), attempt=attempt.number, why=why)
+        quarantine_checkpoint(run.checkpoints, ResumePoint.of(commit), attempt=attempt.number, why=why)
 
 
 def useless_saves(attempt: Attempt) -> str | None:
@@ -95,7 +95,7 @@ def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int, res
         why = next(iter(faults(str(base.path), hashes, until=until)), None) if hashes is not None else None
         if why is None:
             return base
-        target = quarantine_checkpoint(run, base, attempt=attempt, why=why)
+        target = quarantine_checkpoint(run.checkpoints, base, attempt=attempt, why=why)
         log_line(f"{base.path}: {why}; moved to {target}")
         commits = (each.commit for each in line.backwards() if each.commit.iteration < base.iteration)
         found = next((each for each in commits if checkpoint_fault(each) is None), None)

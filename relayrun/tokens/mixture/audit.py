@@ -78,11 +78,17 @@ def _lane_record_paths(run: Run, k: int) -> list[Path]:
     commits = Lineage(run).line()
     consumed = {0: 0} | {commit.iteration: commit.consumed_samples for commit in commits}
     found = [(commit.consumed_samples, 1, stream_positions_path(Path(commit.path))) for commit in commits]
+    found += [(consumed, 1, path) for consumed, path in _loader_states(run)]
     for number in run.attempt_numbers():
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.base_iteration in consumed:
             found.append((consumed[begin.base_iteration], 0, run.attempt(number).data))
     return [path for at, _, path in sorted(found, reverse=True) if at <= k and path.is_file()]
+
+
+def _loader_states(run: Run) -> list[tuple[int, Path]]:
+    """Return the states that a `relayrun.loader` recorded, each with its samples."""
+    return [(int(path.stem), path) for path in run.loader_states.glob("*.json") if path.stem.isdecimal()]
 
 
 def _phases_until(schedule: Schedule, at: int) -> list[dict[str, Any]]:
@@ -171,7 +177,9 @@ def audit_run(run: Run) -> AuditedRun:
     revisions = run.revisions()
     if not revisions:
         raise InputError("this run has no config", where=run.config)
-    revision, state = revisions[-1], None
+    revision, state, states = revisions[-1], None, _loader_states(run)
+    if states:
+        state = read_json(max(states)[1])
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
         begin = attempt.read_begin()
@@ -184,7 +192,8 @@ def audit_run(run: Run) -> AuditedRun:
     progress = TrainingProgress(config.training.batch_sizes)
     if state is not None:
         order.resume(state)
-        progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
+        if "progress" in state:  # a loader's program counts its steps itself
+            progress = TrainingProgress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset | Stream] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
         past = config if number == revision else _native_config(run, number)
@@ -192,6 +201,9 @@ def audit_run(run: Run) -> AuditedRun:
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
     iteration, consumed = _durable_samples(run)
+    if states:
+        consumed = max(states)[0]
+        iteration = consumed // config.training.batch_sizes.at(consumed)
     return AuditedRun(
         run=run,
         config=config,

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError
+
+if TYPE_CHECKING:
+    from relayrun.config.sections.data import DataSection
 
 DocumentLengths = Sequence[Sequence[int] | None] | None
 """Tokens of each document for rows that know them; None: unknown."""
@@ -39,17 +42,6 @@ def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLen
     at = np.arange(inputs.shape[1])
     rows = [np.asarray(row, np.int64) for row in document_lengths(inputs, eod, own)]
     return np.stack([at - np.repeat(np.cumsum(row) - row, row) for row in rows])
-
-
-def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
-    """Return 0 where the input is an end of document, else 1; float32 [batch, sequence]: `eod_mask_loss`."""
-    return np.asarray(inputs != eod, np.float32)
-
-
-def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """Return 1 where the loss of the target counts, else 0; float32 [batch, sequence]: `mask_tokens_except`. `counted`:
-    for each token of the vocabulary, True if its loss counts."""
-    return counted[targets].astype(np.float32)
 
 
 @dataclass(slots=True, kw_only=True)  # frozen would take four times as long to make, twice for each sample
@@ -98,6 +90,54 @@ class RowBatch:
             padding=sum(row.padding for row in rows),
             windows=sum(row.windows for row in rows),
         )
+
+
+class RowMasks:
+    """What the settings of `data` make of rows: the loss mask, positions, documents."""
+
+    def __init__(
+        self, data: DataSection, *, eod: int | None, counted: npt.NDArray[np.int64] | None, vocabulary_size: int
+    ) -> None:
+        """`counted`: target tokens that count (`data.mask_tokens_except`); None: all. Raises ConfigError if a setting
+        needs an end-of-document token, and there is none."""
+        if eod is None and data.depends_on_ends:
+            words = "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token"
+            raise ConfigError(f"{words}, and this tokenizer has none", where="data")
+        end = -1 if eod is None else eod  # -1 equals no token
+        # computed once: each goes through all data sets
+        self._masks_loss = data.masks_loss
+        self.restarts_positions = data.restarts_positions
+        self.attends_documents = data.attends_documents
+        self._loss_end = end if data.eod_mask_loss else -1
+        self._position_end = end if data.reset_position_ids else -1
+        self._document_end = end if data.reset_attention_mask else -1
+        self._counted: npt.NDArray[np.float32] | None = None
+        if counted is not None:
+            self._counted = np.zeros(vocabulary_size, np.float32)
+            self._counted[counted] = 1
+
+    def loss(self, rows: RowBatch) -> npt.NDArray[np.float32] | None:
+        """Return 1 for each token that counts in the loss, float32 [batch, sequence]; None: all count."""
+        if self._masks_loss:
+            counts = np.asarray(rows.tokens[:, :-1] != self._loss_end, np.float32)
+            counts = counts if rows.loss_mask is None else counts * rows.loss_mask
+            return counts if self._counted is None else counts * self._counted[rows.tokens[:, 1:]]
+        if rows.loss_mask is not None:
+            words = "a data set of the mixture gives a loss mask, and none was announced"
+            raise FatalTrainingError(words, hint="set data.mixture.NAME.loss_mask=true")
+        return None
+
+    def positions(self, rows: RowBatch) -> npt.NDArray[np.int64] | None:
+        """Return positions in documents, int64 [batch, sequence]; None: they never restart."""
+        if not self.restarts_positions:
+            return None
+        return document_positions(rows.tokens[:, :-1], self._position_end, rows.lengths)
+
+    def documents(self, rows: RowBatch) -> list[list[int]] | None:
+        """Return the tokens of each document that attention is restricted to; None: plain causal attention."""
+        if not self.attends_documents:
+            return None
+        return document_lengths(rows.tokens[:, :-1], self._document_end, rows.lengths)
 
 
 def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:

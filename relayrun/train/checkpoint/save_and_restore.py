@@ -299,7 +299,7 @@ def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, erro
         raise FatalTrainingError(
             error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
         )
-    target = quarantine_checkpoint(run, base, attempt=attempt.number, why=error.message)
+    target = quarantine_checkpoint(run.checkpoints, base, attempt=attempt.number, why=error.message)
     log.warning("%s: %s; moved to %s", base.path, error.message, target)
     try:
         before = resume_point(run)

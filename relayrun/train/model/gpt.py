@@ -27,7 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from relayrun.config.compose.layout_rules import expert_layers
-from relayrun.config.compose.schema import DataSection, ModelSection, RunConfig
+from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.config.sections.model import LLAMA_DEFAULTS, LatentAttentionFields
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
@@ -71,17 +71,11 @@ megatron_versions.quiet_megatron()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(sample_rows.RowBatch):
     """Input of one forward pass of a rank."""
 
-    tokens: npt.NDArray[np.int64]
-    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets shifted by one."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: 1."""
-    lengths: sample_rows.DocumentLengths = None
-    """Tokens of each document, for samples that know them (`relayrun.tokens.order.sample_rows.SampleRow`)."""
-    loss_mask: npt.NDArray[np.float32] | None = None
-    """1 if a token's loss counts, of shape [micro_batch_size, seq_length]; None: all count."""
 
 
 class StepBuffers:
@@ -139,20 +133,12 @@ class ModelStage:
         self.device = ranks.device
         self.ranks = ranks
         self._config = config.model
-        self._data = config.data
-        # computed once: each goes through all data sets
-        self._masks_loss = config.data.masks_loss
-        self._restarts_positions = config.data.restarts_positions
-        self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
         self._own_loss = _user_loss(config.training.loss, ranks)
         self.with_token_loss = True
         """False leaves the gradients of the other losses alone."""
-        self._eod = _eod(config.data, eod)
-        self._counted: npt.NDArray[np.bool_] | None = None
-        if counted is not None:
-            self._counted = np.zeros(self.padded_vocabulary_size, np.bool_)
-            self._counted[counted] = True
+        size = self.padded_vocabulary_size
+        self._masks = sample_rows.RowMasks(config.data, eod=eod, counted=counted, vocabulary_size=size)
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
@@ -316,7 +302,7 @@ class ModelStage:
             self.step_buffers.begin_step()
             if self.auxiliary_losses:  # gradients are divided by the counted tokens, or by the micro-batches
                 every = len(batches) * self.ranks.data_parallel_size
-                counts = [self._counts(batch) for batch in batches] if self._by_token else []
+                counts = [self._masks.loss(batch) for batch in batches] if self._by_token else []
                 tokens = sum(float(each.sum()) for each in counts if each is not None)
                 (counted,) = self.ranks.sum_over_samples([tokens]) if self._by_token else (every,)
                 self.router_losses.scale(max(counted, 1.0) / every)
@@ -348,7 +334,7 @@ class ModelStage:
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
-        if (counts := self._counts(batch)) is not None:
+        if (counts := self._masks.loss(batch)) is not None:
             parts["loss_mask"] = to_device(torch.from_numpy(counts), device)
         if self.ranks.context_size > 1:  # two parts of the sequence per rank balance the work of attention
             parts = megatron_versions.batch_of_context_rank(parts)
@@ -364,46 +350,16 @@ class ModelStage:
         loss = mean if own is None else lambda output: mean(own(output, labels, mask))
         return output, loss if self.with_token_loss else lambda output: loss(0.0 * output)
 
-    def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
-        """Return 1 for each token that counts in the loss, [micro_batch_size, seq_length]; None: all count."""
-        if self._masks_loss:
-            counts = sample_rows.eod_loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
-            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
-            if self._counted is not None:
-                counts = counts * sample_rows.target_loss_mask(batch.tokens[:, 1:], self._counted)
-            return counts
-        if batch.loss_mask is not None:
-            raise FatalTrainingError(
-                "a data set of the mixture gives a loss mask, and none was announced",
-                hint="set data.mixture.NAME.loss_mask=true",
-            )
-        return None
-
     def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
-        if not self._restarts_positions:
+        found = self._masks.positions(batch)
+        if found is None:
             return self._positions.expand(len(batch.tokens), -1)
-        eod = self._eod if self._data.reset_position_ids else -1
-        found = sample_rows.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
         return to_device(torch.from_numpy(found), self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
         """Return the documents that attention is restricted to; None for plain causal attention."""
-        if not self._attends_documents:
-            return None
-        eod = self._eod if self._data.reset_attention_mask else -1
-        found = sample_rows.document_lengths(batch.tokens[:, :-1], eod, batch.lengths)
-        return PackedDocuments(lengths=found, device=self.ranks.device)
-
-
-def _eod(data: DataSection, eod: int | None) -> int:
-    """Return the end-of-document token; -1, which equals no token, if no setting needs it."""
-    if eod is None and data.depends_on_ends:
-        raise ConfigError(
-            "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
-            "and this tokenizer has none",
-            where="data",
-        )
-    return -1 if eod is None else eod
+        found = self._masks.documents(batch)
+        return None if found is None else PackedDocuments(lengths=found, device=self.ranks.device)
 
 
 def _user_loss(path: str | None, ranks: Ranks) -> UserLoss | None:

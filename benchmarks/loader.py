@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""The loader beside others: tokens per CPU second, memory, CPU seconds to the first batch and after a resume.
+
+    benchmarks/loader.py TOKENIZER_JSON [--rows 4000] [--rounds 3] [--seconds 10] [--python PYTHON] [--quick]
+
+Each way reads the same parquet files of made-up documents of 14 kB on average, in a process of its own and in turns,
+with the same engine for the same tokenizer, and gives batches of 8 rows of 4,096 tokens: `relayrun.loader`; torchdata's
+StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
+does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
+ConcatThenSplitIterDataset. `--python` is an interpreter in which grain, torchdata and datasets are installed beside
+this package; a way that it lacks is left out. CPU seconds are those of the process with its threads and children, from
+its start, imports included. Results: benchmarks/results/loader.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import _results
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+LENGTH, BATCH, WORDS = 4096, 8, 30_000
+NEEDS = {"relayrun": (), "torchdata": ("torchdata", "datasets"), "grain": ("grain",)}
+
+
+def write_files(folder: Path, files: int, rows: int) -> None:
+    """Write documents of 14 kB on average, the longest forty times the median."""
+    generator, letters = random.Random(1), "etaoinshrdlucmfwypvbgkjqxz"
+    words = ["".join(generator.choices(letters, range(26, 0, -1), k=generator.randint(2, 9))) for _ in range(WORDS)]
+    weights = [1 / (rank + 3) for rank in range(WORDS)]
+    folder.mkdir(parents=True)
+    for number in range(files):
+        counts = [min(80_000, 20 + int(generator.lognormvariate(7.2, 1.0))) for _ in range(rows // files)]
+        texts = [" ".join(generator.choices(words, weights, k=count)) for count in counts]
+        pq.write_table(
+            pa.table({"text": texts}), folder / f"{number:05}.parquet", row_group_size=max(1, len(texts) // 4)
+        )
+
+
+def encoders(tokenizer: str) -> tuple[Callable[[list[str]], Any], Callable[[str], Any]]:
+    """Return the engine that the loader takes for this tokenizer, for texts together and for one by the engine's own
+    function: their ids with an end each."""
+    from relayrun.tokens.readers.texts import PackedTexts
+    from relayrun.tokens.tokenize.encode.engines import select_engine
+    from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+    from relayrun.tokens.tokenize.options import TokenizeOptions
+
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=tokenizer))
+    some = PackedTexts.of(["some words to choose by " * 20])
+    chosen = select_engine("auto", loaded.tokenizer, some, lambda _: None, definition=loaded.definition)
+    engine, end = chosen.build(loaded.definition), loaded.eos_id or 0
+    one = loaded.tokenizer.encode
+    if chosen.engine == "gigatoken":
+        own = importlib.import_module("gigatoken").Tokenizer.from_json(loaded.definition).encode
+    else:
+        own = lambda text: one(text).ids  # noqa: E731
+
+    def together(texts: list[str]) -> Any:
+        ids, lengths = engine.encode(PackedTexts.of(texts))[:2]
+        return np.insert(np.asarray(ids, np.int64), np.cumsum(lengths), end)
+
+    return together, lambda text: np.append(np.asarray(own(text), np.int64), end)
+
+
+def relayrun(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    from relayrun.loader import Loader
+
+    source = {"source": "parquet", "path": folder, "weight": 1.0}
+    data = {"tokenizer": tokenizer, "mixture": {"web": source}, "lanes": 8}
+    loader = Loader(data, seq_length=LENGTH, batch_size=BATCH)
+    if state is not None:
+        loader.load_state_dict(state)
+    return (batch["input_ids"] for batch in loader), loader.state_dict
+
+
+def torchdata(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    datasets: Any = importlib.import_module("datasets")
+    stateful: Any = importlib.import_module("torchdata.stateful_dataloader")
+    encode, _ = encoders(tokenizer)
+
+    def cut(batch: dict[str, list[str]]) -> dict[str, Any]:
+        ids = encode(batch["text"])
+        rows = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
+        return {"input_ids": list(rows)}
+
+    files = sorted(map(str, Path(folder).iterdir()))
+    stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    stream = stream.shuffle(seed=1, buffer_size=1000).map(cut, batched=True, batch_size=256, remove_columns=["text"])
+    loader = stateful.StatefulDataLoader(stream.repeat(1000).with_format("torch"), batch_size=BATCH)
+    if state is not None:
+        loader.load_state_dict(state)
+    return (batch["input_ids"] for batch in loader), loader.state_dict
+
+
+def grain(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    python, experimental = (importlib.import_module(f"grain.{name}") for name in ("python", "experimental"))
+    _, encode = encoders(tokenizer)
+    files = python.MapDataset.source(sorted(map(str, Path(folder).iterdir()))).shuffle(seed=1).repeat()
+    rows = experimental.InterleaveIterDataset(files.map(experimental.ParquetIterDataset), cycle_length=5)
+    made = experimental.WindowShuffleIterDataset(rows, window_size=1000, seed=1)
+    made = made.map(lambda row: {"ids": encode(row["text"])})
+    made = experimental.ConcatThenSplitIterDataset(made, length_struct={"ids": LENGTH})
+    batches = iter(made.map(lambda row: row["ids"]).batch(BATCH))
+    if state is not None:
+        batches.set_state(state)
+    return batches, batches.get_state
+
+
+def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -> dict[str, float]:
+    """Read in this process: from the beginning for so many CPU seconds, or the first batch behind a kept state."""
+    state = pickle.loads(kept.read_bytes()) if kept.exists() else None
+    batches, take = {"relayrun": relayrun, "torchdata": torchdata, "grain": grain}[way](folder, tokenizer, state)
+    next(batches)
+    first = _results.cpu_seconds()
+    if state is not None:
+        return {"resume_cpu_seconds": first}
+    while _results.cpu_seconds() < first + seconds / 4:
+        next(batches)
+    begin, count = _results.cpu_seconds(), 0
+    while (now := _results.cpu_seconds()) < begin + seconds:
+        count += sum(np.asarray(batch).size for batch in islice(batches, 4))
+    kept.write_bytes(pickle.dumps(take()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return {
+        "million_tokens_per_cpu_second": count / (now - begin) / 1e6,
+        "first_batch_cpu_seconds": first,
+        "peak_gigabytes": peak,
+        "state_bytes": kept.stat().st_size,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", help="a tokenizer.json, or a folder that holds one")
+    parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0, help="CPU seconds of one measurement")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of all ways")
+    parser.add_argument("--quick", action="store_true", help="small files, one short round; results are only printed")
+    parser.add_argument("--measure", nargs=3, metavar=("WAY", "FOLDER", "STATE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        way, folder, kept = options.measure
+        print(json.dumps(measure(way, folder, options.tokenizer, options.seconds, Path(kept))))
+        os._exit(0)  # threads of a way may still read
+    if options.quick:
+        options.rows, options.rounds, options.seconds = 200, 1, 0.5
+    look = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n)])"
+    wanted = [name for names in NEEDS.values() for name in names]
+    there = subprocess.run([options.python, "-c", look, *wanted], stdout=subprocess.PIPE, text=True, check=True).stdout
+    ways = [way for way, names in NEEDS.items() if {*names} <= {*there.split()}]
+    found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "text")
+        write_files(folder, 8, options.rows)
+        for number in range(options.rounds + 1):  # the first one fills caches
+            for way in ways:
+                kept = Path(temporary, f"{way}-{number}")
+                for _ in ("read", "resume"):
+                    words = [
+                        __file__,
+                        options.tokenizer,
+                        f"--seconds={options.seconds}",
+                        "--measure",
+                        way,
+                        folder,
+                        kept,
+                    ]
+                    done = subprocess.run([options.python, *words], stdout=subprocess.PIPE, text=True, check=True)
+                    if number or options.quick:
+                        for name, value in json.loads(done.stdout.splitlines()[-1]).items():
+                            found[way].setdefault(name, []).append(value)
+    figures = {
+        "load_average": os.getloadavg()[0],
+        **{way: {name: _results.spread(values) for name, values in of.items()} for way, of in found.items()},
+        "ratio": {
+            way: {
+                name: _results.spread([a / b for a, b in zip(found["relayrun"][name], values, strict=True)])
+                for name, values in found[way].items()
+            }
+            for way in ways[1:]
+        },
+    }
+    print(json.dumps(figures, indent=1) if options.quick else _results.write("loader", figures))
+
+
+if __name__ == "__main__":
+    main()
