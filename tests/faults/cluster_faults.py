@@ -32,18 +32,18 @@ HERE = Path(__file__).parent
 STRANGER_SECONDS = 6.0
 
 
-class LocalSignalSender:
+class LocalTarget(ClusterUnderTest):
     """Signals directly: all nodes of the cluster are this machine."""
 
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
+    def send_signal(self, job_id: str, role: str, number: signal.Signals, only: Sequence[int]) -> list[str]:
         if role == "rank":
-            named = processes.named_ranks(self.rank_pids(run, job_id), only)
+            named = processes.named_ranks(self.rank_pids(job_id), only)
         else:
-            named = processes.role_processes(role, str(run.path), job_id)
+            named = processes.role_processes(role, str(self.run.path), job_id)
         return [name for name, _ in processes.signal_processes(named, number)]
 
-    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        return processes.rank_processes(str(run.path), job_id)
+    def rank_pids(self, job_id: str) -> dict[int, int]:
+        return processes.rank_processes(str(self.run.path), job_id)
 
 
 def step_daemons(pids: list[int]) -> list[int]:
@@ -103,7 +103,7 @@ class ClusterFault(Fault):
 
 
 @dataclass(kw_only=True)
-class ControlledTarget(ClusterUnderTest):
+class ControlledTarget(LocalTarget):
     """A chain on a test cluster whose daemons may be ended."""
 
     control: TestCluster
@@ -179,8 +179,7 @@ class ControlledTarget(ClusterUnderTest):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Stop the ranks and their slurmstepd with SIGSTOP inside the block. Needs root."""
-        assert isinstance(self.signals, LocalSignalSender)
-        ranks = list(self.signals.rank_pids(self.run, self.job_id()).values())
+        ranks = list(self.rank_pids(self.job_id()).values())
         daemons = step_daemons(ranks)
         for pid in (*daemons, *ranks):
             os.kill(pid, signal.SIGSTOP)

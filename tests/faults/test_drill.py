@@ -14,17 +14,22 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_output_files
+from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools
 from relayrun.lab.faults.table import UNDISTURBED, Fault
+from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
 from tests.checkpoints import assert_same_bytes
-from tests.faults.cluster_faults import FAULTS, FAULTS_BY_NAME, LocalSignalSender, run_fault
+from tests.faults.cluster_faults import FAULTS, FAULTS_BY_NAME, LocalTarget, run_fault
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import MakeCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def job_logs(run: Run) -> list[Path]:
+    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 
 
 def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultTools:
@@ -38,7 +43,7 @@ def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = Non
     return FaultTools(
         site=site,
         slurm=Slurm(),
-        signals=LocalSignalSender(),
+        target=LocalTarget,
         patience=4,
         environment=cluster.env,
     )
@@ -154,7 +159,7 @@ def drill(
             assert_closed(cluster, run)
     finally:
         cluster.down()
-    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_output_files(run))
+    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_logs(run))
     assert result.passed, f"{result.wrong}\n{result.said}\n{said}"
     if fault.expect == "resumed":  # as torch reads them, not by their hashes
         assert result.bit_for_bit

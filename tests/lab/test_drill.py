@@ -26,7 +26,6 @@ from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
-from relayrun.lab.faults.target import StepSignalSender
 from relayrun.train.checkpoint import checksums
 from tests.faults.cluster_faults import wrapper_marker, write_wrappers
 from tests.readme import ROOT
@@ -36,7 +35,7 @@ CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml
 
 def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> FaultSession:
     site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
-    tools = FaultTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
+    tools = FaultTools(site=site, slurm=Slurm(patience=0))
     faults = session.select_faults(names)
     return FaultSession(tools, faults)
 

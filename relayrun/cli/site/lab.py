@@ -25,7 +25,6 @@ from relayrun.lab import trial
 from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
-from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.performance import large_run_sections
@@ -109,7 +108,6 @@ def run_drill(options: argparse.Namespace) -> int:
     tools = FaultTools(
         site=_drill_site(options, cluster),
         slurm=slurm_scheduler(patience=120),
-        signals=StepSignalSender(slurm_scheduler(patience=30)),
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )

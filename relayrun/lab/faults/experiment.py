@@ -21,11 +21,7 @@ from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerEr
 from relayrun.files import last_bytes
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults.table import UNDISTURBED, Fault
-from relayrun.lab.faults.target import (
-    ClusterUnderTest,
-    FaultNotInjected,
-    SignalSender,
-)
+from relayrun.lab.faults.target import ClusterUnderTest, FaultNotInjected
 from relayrun.lab.small_run import random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
@@ -91,11 +87,10 @@ class FaultSite:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTools:
-    """Site, scheduler and access rights of a drill."""
+    """Site, scheduler and time limits of a drill."""
 
     site: FaultSite
     slurm: Slurm
-    signals: SignalSender
     target: Callable[..., ClusterUnderTest] = ClusterUnderTest
     queue_seconds: float = 3600.0
     patience: float = WAIT_FACTOR
@@ -144,7 +139,6 @@ def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     target = tools.target(
         run=run,
         slurm=tools.slurm,
-        signals=tools.signals,
         patience=tools.patience,
         queue_seconds=tools.queue_seconds,
     )

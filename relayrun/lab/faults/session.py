@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
+from relayrun.leftovers import exclusive_lock, open_lock
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.terminal import parse_column_header, print_rows
@@ -136,16 +136,11 @@ class FaultSession:
                 self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
             _rename_aside(run.path, "stopped")
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from doing tests in this folder. Raises InputError if one does."""
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
-            try:
-                flock(lock, LOCK_EX | LOCK_NB)
-            except BlockingIOError:
-                raise InputError("another drill is at work here", where=self.folder) from None
-            yield
+        refusal = InputError("another drill is at work here", where=self.folder)
+        return exclusive_lock(open_lock(self.folder / "lock"), refusal)
 
 
 def _rename_aside(path: Path, suffix: str) -> None:

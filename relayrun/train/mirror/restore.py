@@ -16,7 +16,7 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
-from relayrun.leftovers import rename_no_replace
+from relayrun.leftovers import exclusive_lock, rename_no_replace
 from relayrun.train.mirror.destination import (
     CopyFailed,
     commit_marker,
@@ -24,7 +24,7 @@ from relayrun.train.mirror.destination import (
     remove_staged,
     stage_files,
 )
-from relayrun.train.mirror.sync import check_owner, exclusive_lock, mirror_lock, trusted_policy
+from relayrun.train.mirror.sync import check_owner, mirror_lock, trusted_policy
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
@@ -150,7 +150,7 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
         return said
 
     refusal = InputError("another process restores into this folder now", where=target)
-    with exclusive_lock(target, os.O_RDONLY, refusal):
+    with exclusive_lock(os.open(target, os.O_RDONLY), refusal, optional=True):
         return _first_intact(chosen, copied, fetch)
 
 

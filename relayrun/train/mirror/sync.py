@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
-from relayrun.leftovers import remove_leftovers, try_lock
+from relayrun.leftovers import exclusive_lock, open_lock, remove_leftovers
 from relayrun.train.mirror import destination
 from relayrun.train.mirror.destination import CopyFailed, copy_faults, copy_name, source_faults
 
@@ -255,21 +254,11 @@ def is_still_mirrored(run: Run, name: str) -> bool:
     return False
 
 
-def mirror_lock(run: Run) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def mirror_lock(run: Run) -> Iterator[None]:
     """Exclude other processes from copying or restoring checkpoints of the run. Raises RunDirError if one does."""
     refusal = RunDirError("another process copies the checkpoints of this run now", where=run.path)
-    return exclusive_lock(mirror.mirror_folder(run) / "lock", os.O_WRONLY | os.O_CREAT, refusal)
-
-
-@contextlib.contextmanager
-def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[None]:
-    """Hold the lock of a file or folder, opened with `flags`. Raises `refusal` if another process holds it."""
-    held = os.open(path, flags, 0o666)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks; all copies are verified anyway
-            if not try_lock(held):
-                raise refusal
-        with on_interrupt(lambda: "what is copied is kept; the same command goes on"):
-            yield
-    finally:
-        os.close(held)
+    # without locks: all copies are verified anyway
+    lock = exclusive_lock(open_lock(mirror.mirror_folder(run) / "lock"), refusal, optional=True)
+    with lock, on_interrupt(lambda: "what is copied is kept; the same command goes on"):
+        yield
