@@ -23,7 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import InputError, SchedulerError
 from relayrun.lab.faults import experiment, processes, table
-from relayrun.lab.faults.experiment import FaultResult, FaultTools
+from relayrun.lab.faults.experiment import FaultResult, FaultSite
 from relayrun.lab.faults.table import Fault, kill_batch_script, read_faults, signal_save_and_exit, stop_rank
 from relayrun.lab.faults.target import ClusterUnderTest
 from tests.slurm.cluster import TestCluster
@@ -190,11 +190,11 @@ class ControlledTarget(LocalTarget):
                 os.kill(pid, signal.SIGCONT)
 
 
-def run_fault(tools: FaultTools, cluster: TestCluster, fault: Fault) -> FaultResult:
+def run_fault(site: FaultSite, cluster: TestCluster, fault: Fault) -> FaultResult:
     """Do one test on a test cluster, and start its lost nodes again."""
     if not isinstance(fault, ClusterFault):
-        return experiment.run_fault(tools, fault)
-    folder, search = tools.site.folder / "commands" / fault.name, tools.environment["PATH"]
+        return experiment.run_fault(site, fault)
+    folder, search = site.folder / "commands" / fault.name, site.environment["PATH"]
     write_wrappers(fault.commands, folder, search=search, real={})
     targets: list[ControlledTarget] = []
     before_begin = fault.before_begin
@@ -205,10 +205,10 @@ def run_fault(tools: FaultTools, cluster: TestCluster, fault: Fault) -> FaultRes
 
     if "python3" in fault.commands:  # the wrapper is found by name on PATH
         fault = replace(fault, config={**fault.config, "cluster": {"host_python": "python3"}})
-    path = tools.environment | {"PATH": f"{folder / 'bin'}:{search}"}
-    with small_file_system(tools.site.run(fault.name), fault):
+    path = site.environment | {"PATH": f"{folder / 'bin'}:{search}"}
+    with small_file_system(site.run(fault.name), fault):
         try:
-            result = experiment.run_fault(replace(tools, target=target, environment=path), fault)
+            result = experiment.run_fault(replace(site, target=target, environment=path), fault)
         finally:
             for each in targets:
                 each.bring_back_nodes()
