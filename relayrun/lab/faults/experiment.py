@@ -136,7 +136,10 @@ def run_fault(site: FaultSite, fault: Fault) -> FaultResult:
     )
     failed = ""
     try:
-        submit_run_config(config, site.environment)
+        submit = start_submit(config, env=site.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        error = submit.communicate()[1]
+        if submit.returncode != 0:
+            raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
         target.wait_begin()
         fault.act(target)
         wait_for_end(target)
@@ -146,14 +149,6 @@ def run_fault(site: FaultSite, fault: Fault) -> FaultResult:
         if run.plan.exists() and may_still_run(target):
             site.tell(f"{fault.name}: {cancel_chain(run, site.slurm, user='the drill')}")
     return _fault_result(site, run, fault, begin, failed)
-
-
-def submit_run_config(config: Path, environment: dict[str, str]) -> None:
-    """Submit a run config with this environment, as a user does. Raises ConfigError with the submit's error."""
-    submit = start_submit(config, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    error = submit.communicate()[1]
-    if submit.returncode != 0:
-        raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
 
 
 def wait_for_end(target: ClusterUnderTest) -> None:
