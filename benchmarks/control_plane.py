@@ -36,7 +36,7 @@ NEWEST = 5
 """Attempts with all their files."""
 WORDS = ("begin.json", "end.json")
 LINKS = 50_000
-"""Of one file: ext4 allows 65,000."""
+"""Hard links of one file: ext4 allows 65,000."""
 
 
 def main() -> None:

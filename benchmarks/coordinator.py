@@ -45,7 +45,7 @@ from tests.plans import plan_with  # noqa: E402
 
 PROCESSES = 8
 RANKS = 8
-"""Of a node."""
+"""Ranks of a node."""
 FACTS = {"shm": 1 << 38, "tmp": 1 << 38, "unwritable": {}, "open_files": 1 << 20, "gpus": [], "seconds": 0.1}
 TCP_BYTES = struct.Struct("QQ")
 """Bytes sent and received, of Linux' tcp_info, at TCP_BYTES_AT."""

@@ -32,7 +32,7 @@ from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noq
 from relayrun.train.messages import RankObjectCollectives, pack, unpack  # noqa: E402
 
 ROWS = 4
-"""Of a shard."""
+"""Rows of a shard."""
 ROUNDS = 3
 
 

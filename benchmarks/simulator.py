@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -31,8 +32,6 @@ sys.path.insert(0, str(ROOT))  # for the tests' made run directories
 
 import _results  # noqa: E402
 from _simulated_chain import Outcome, Setup, SimulatedChain  # noqa: E402
-
-from relayrun.train.checkpoint.memory_interval import MedianCopyAndStepTime  # noqa: E402
 
 DAY = 86400.0
 LLAMA_3: dict[str, Any] = {"gpus": 16384, "days": 54, "unexpected": 419, "planned": 47, "effective_at_least": 0.90}
@@ -147,9 +146,9 @@ def byterobust(generator: random.Random, days: float) -> SimulatedChain:
 def ours(generator: random.Random, days: float, *, gpus: int) -> SimulatedChain:
     values = drawn(generator, {name: ends for name, (ends, _) in OUR_RESTARTS.items()})
     lost = PER_GPU_DAY * gpus * FAULTS["node"] * values["job_days"]
-    copies = MedianCopyAndStepTime(
-        copy=values["copy_stall"], beside=0.0, neighbour=values["neighbour"], step=STEP_SECONDS
-    )
+    # the rule of docs/explanation/recovery.md: copies cost at most 2% of the time, and none waits for the one before
+    each = 1 + math.floor(values["copy_stall"] / (0.02 * STEP_SECONDS))
+    copy_steps = max(2, each, math.ceil(2 * values["neighbour"] / STEP_SECONDS))
     setup = Setup(
         nodes=gpus // 8,
         spare_nodes=min(max(round(lost + 3 * lost**0.5), SPARES[0]), SPARES[1]),
@@ -158,7 +157,7 @@ def ours(generator: random.Random, days: float, *, gpus: int) -> SimulatedChain:
         save_steps=round(60 * values["minutes_between_saves"] / STEP_SECONDS),
         save_stall=values["save_stall"],
         commit=values["commit"],
-        copy_steps=copies.interval,  # as checkpoint.memory_interval: auto
+        copy_steps=copy_steps,
         copy_stall=values["copy_stall"],
         noticed={kind: values[f"notice_{kind}"] for kind in FAULTS},
         end=values["end"],

@@ -61,7 +61,7 @@ COMMANDS = {
     "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("watch.notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("run.stop", "write a checkpoint and go on"),
-    "stop": ("run.stop", "write a checkpoint and end the chain"),
+    "stop": ("run.stop", "write a checkpoint and end the chain; a program that hears nothing runs to its time limit"),
     "cancel": ("run.stop", "end the chain at once; what was not saved is lost"),
 }
 """By command: its module in this package, and its line of help."""
@@ -110,8 +110,10 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        from relayrun.cli.site.completion import complete
-
+        try:
+            from relayrun.cli.site.completion import complete
+        except ModuleNotFoundError:
+            return 1
         complete(COMMANDS, lambda asked: _parser(asked, COMMANDS))
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: _run(arguments))

@@ -34,7 +34,7 @@ FOUND = {
     "tensor parallel": "scale",
     "jsonl column": "tokenization",
     "tokenizer": "tokenization",
-    "own dataset in python": "own-code",
+    "own loss in python": "own-code",
     "wandb": "monitoring",
     "where are the logs": "monitoring",
     "learning rate": "training",

@@ -28,10 +28,6 @@ from tests.slurm.conftest import MakeCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def job_logs(run: Run) -> list[Path]:
-    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
-
-
 def drill_site(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultSite:
     """With what a row is done on a test cluster, whose nodes are all this machine."""
     for name in ("SLURM_CONF", "PATH", "HOME"):  # for Slurm's commands of this process; see the fixture `environment`
@@ -161,7 +157,9 @@ def drill(
             assert_closed(cluster, run)
     finally:
         cluster.down()
-    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_logs(run))
+    said = "\n".join(
+        log.read_text(errors="replace")[-4000:] for log in sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
+    )
     assert result.passed, f"{result.wrong}\n{result.said}\n{said}"
     if fault.expect == "resumed":  # as torch reads them, not by their hashes
         assert result.bit_for_bit

@@ -51,6 +51,8 @@ SHOWN_BY = {
     "data show": LOOKS,
     "data ledger": LOOKS,
     "data diff": LOOKS,
+    "data overlap": LOOKS,
+    "forecast": LOOKS,
     "data why": LOOKS,
     "metrics": "a file by a rename",
     "dumps size": LOOKS,

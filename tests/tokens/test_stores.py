@@ -198,7 +198,7 @@ def test_a_data_set_below_a_url_gives_the_shards_of_the_folder_by_every_door(tmp
     (tmp_path / "config.yaml").write_text(json.dumps(settings(tmp_path / "far")))
     run(ROOT / "launchers/submit_tokenization.py", tmp_path / "config.yaml", "--executor", "local")
     status = run("-m", "relayrun.cli", "dumps", "status", metadata).stdout
-    assert status.splitlines()[-1].split()[:3] == ["total", "2/2", "done"]
+    assert next(line.split()[1:3] for line in status.splitlines() if line.startswith("total")) == ["2/2", "done"]
     assert len(shards(tmp_path / "far")) == 8
     assert shards(tmp_path / "far") == shards(tmp_path / "near")
 
@@ -215,5 +215,3 @@ def test_tune_reads_below_a_url(tmp_path: Path) -> None:
         tmp_path / "meta", options=options, workers=[1], batch_bytes=[4000], seconds=600
     )  # it ends before
     assert trial.tokens_per_second > 0
-    with pytest.raises(InputError, match="3 workers need as many files"):
-        run_trials(tmp_path / "meta", options=options, workers=[3], batch_bytes=[4000], seconds=0.5)

@@ -16,7 +16,8 @@ def add_wrap_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun wrap`."""
     words = "path of its checkpoints with {iteration}, from the script's folder: 'out/epoch=*-step={iteration}.ckpt'"
     parser.add_argument("--checkpoints", required=True, metavar="PATTERN", help=words)
-    parser.add_argument("--progress", metavar="REGEX", help=r"a line of its log: 'step (?P<iteration>\d+)'")
+    lines = r"a line of its log: 'step (?P<iteration>\d+)'; without it any new line or checkpoint is a sign of life"
+    parser.add_argument("--progress", metavar="REGEX", help=lines)
     parser.add_argument("--cluster", default="generic", help="the site of the run, a file of configs/clusters")
     add_set_option(parser, "any other setting: --set command.checkpoint.whole_when=done, --set name=second")
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")

@@ -19,13 +19,13 @@ _SEARCHED_BYTES = 256 << 20
 
 def deal_in_ranges(dataset: str, files: Sequence[InputFile], tasks: int) -> list[list[str]]:
     """Deal files, which are cut into ranges, in order onto at most `tasks` parts of about the same bytes; none if no
-    file has the bytes of two parts."""
+    file that can be cut has the bytes of two parts."""
     total = sum(size for _, size, _ in files)
     share = max(total / tasks, SMALLEST_RANGE)
     if not files or max(size for _, size, _ in files) < 2 * share:
         return []
     parts: list[list[str]] = [[] for _ in range(tasks)]
-    place = 0
+    place = pieces = 0
     for file in files:
         offsets: list[int] = []
         with contextlib.suppress(RelayrunError, OSError):  # the task of the file reports it
@@ -33,8 +33,8 @@ def deal_in_ranges(dataset: str, files: Sequence[InputFile], tasks: int) -> list
         for path in cut_path(file[0], offsets):
             _, size, _ = range_of_file(file, path)
             parts[min(tasks - 1, int((place + size / 2) * tasks / total))].append(path)
-            place += size
-    return [part for part in parts if part]
+            place, pieces = place + size, pieces + 1
+    return [part for part in parts if part] if pieces > len(files) else []
 
 
 def cut_offsets(path: str, size: int, pieces: int) -> list[int]:

@@ -213,7 +213,7 @@ def split_files(
 ) -> list[Dump]:
     """Deal `files` below `dataset` onto `n_dumps` dumps, numbered from `first_index`: at most one per file, or in order
     and cut into ranges if one of them has the bytes of two dumps."""
-    sizes = {file.path: file.size for file in files}
+    sizes = {file.path: file.size for file in sorted(files, key=lambda file: os.fsencode(file.path))}
     if ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps):
         return [Dump.of(first_index + number, names, sizes) for number, names in enumerate(ranges)]
     count = min(n_dumps, len(files))

@@ -42,7 +42,7 @@ class AttemptRow:
     """First and last iteration that it trained and that counts; None: it trained nothing that counts."""
     durable_iteration: int | None = None
     tokens: int = 0
-    """Of all its iterations, also of those that were computed again later."""
+    """Tokens of all its iterations, also of those that were computed again later."""
     tokens_per_second: float | None = None
     """Mean speed over its iterations."""
     start_time: float = 0.0
