@@ -144,7 +144,7 @@ class ControlledTarget(LocalTarget):
         for node in self.lost_nodes:
             self.control.start_node(node)
             with suppress(SchedulerError):  # the node may be up
-                self.slurm.order(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
+                self.order("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.lost_nodes.clear()
 
     @contextmanager
@@ -155,13 +155,13 @@ class ControlledTarget(LocalTarget):
         slow.touch()
         before = self.control.conf.read_text(encoding="utf-8")
         self.control.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
-        self.slurm.order(["scontrol", "reconfigure"])
+        self.order("scontrol", "reconfigure")
         try:
             yield
         finally:
             slow.unlink()
             self.control.conf.write_text(before, encoding="utf-8")
-            self.slurm.order(["scontrol", "reconfigure"])
+            self.order("scontrol", "reconfigure")
 
     def remount(self, option: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{option}", str(self.run.path)], check=True)
@@ -321,16 +321,14 @@ def controller_down_at_submission(target: ControlledTarget) -> None:
 def controller_down_at_exit(target: ControlledTarget) -> None:
     """Ask the job to save and exit after iteration 15, and stop the controller for 60 s meanwhile."""
     target.wait_iteration(15)
-    target.slurm.order(["scancel", "--signal=USR2", "--batch", target.job_id()])
+    target.order("scancel", "--signal=USR2", "--batch", target.job_id())
     target.stop_controller(60)
 
 
 def preempt(target: ControlledTarget) -> None:
     """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
     target.wait_iteration(15)
-    target.slurm.order(
-        ["sbatch", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null"]
-    )
+    target.order("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
     target.wait(target.run.attempt(2).begin.exists)
 
 
@@ -347,12 +345,12 @@ def read_only_between_jobs(target: ControlledTarget) -> None:
     """Make the run directory read-only when the second job begins, and writable for its second try."""
     target.wait(target.run.attempt(1).successor.exists)
     waiting = target.waiting_job()
-    target.slurm.order(["scontrol", "update", f"JobId={waiting}", "StartTime=now+600"])
+    target.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
     signal_save_and_exit(target)
     target.wait(lambda: list(target.jobs()) == [waiting])
     target.remount("ro")
     target.start_successor_now()
-    target.wait(lambda: "begin-failed=1" in target.slurm.ask(["scontrol", "show", "job", waiting]))
+    target.wait(lambda: "begin-failed=1" in target.ask("scontrol", "show", "job", waiting))
     target.remount("rw")
     target.start_successor_now()
 

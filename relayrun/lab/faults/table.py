@@ -57,7 +57,7 @@ def kill_while_staging(target: ClusterUnderTest) -> None:
 def cancel(target: ClusterUnderTest) -> None:
     """Cancel the running job by its id after iteration 15, as its owner would."""
     target.wait_iteration(15)
-    target.slurm.order(["scancel", target.job_id()])
+    target.order("scancel", target.job_id())
 
 
 def cancel_after_killing_the_batch_script(target: ClusterUnderTest) -> None:
@@ -65,7 +65,7 @@ def cancel_after_killing_the_batch_script(target: ClusterUnderTest) -> None:
     target.wait_iteration(15)
     job = target.job_id()
     target.signal("batch", signal.SIGSTOP)  # so it does not see the cancel
-    target.slurm.order(["scancel", job])
+    target.order("scancel", job)
     target.signal("batch", signal.SIGKILL)
 
 
@@ -89,7 +89,7 @@ def lose_tracker(target: ClusterUnderTest) -> None:
 def signal_save_and_exit(target: ClusterUnderTest) -> None:
     """Ask the job to save and exit after iteration 15, as Slurm does before the time limit."""
     target.wait_iteration(15)
-    target.slurm.order(["scancel", "--signal=USR2", "--batch", target.job_id()])
+    target.order("scancel", "--signal=USR2", "--batch", target.job_id())
 
 
 def start_next_job_now(target: ClusterUnderTest) -> None:
@@ -107,7 +107,7 @@ def kill_watch(target: ClusterUnderTest) -> None:
 def cancel_successor(target: ClusterUnderTest) -> None:
     """Cancel the waiting job, then ask the running job to exit."""
     target.wait(target.run.attempt(1).successor.exists)
-    target.slurm.order(["scancel", target.waiting_job()])
+    target.order("scancel", target.waiting_job())
     signal_save_and_exit(target)
 
 
@@ -115,13 +115,11 @@ def hold_successor(target: ClusterUnderTest) -> None:
     """Hold the waiting job; release it when the attempt has failed and the job is still held."""
     target.wait(target.run.attempt(1).successor.exists)
     waiting = target.waiting_job()
-    target.slurm.order(["scontrol", "hold", waiting])
+    target.order("scontrol", "hold", waiting)
     target.wait(target.run.attempt(1).end.exists)
     target.wait(lambda: list(target.jobs()) == [waiting])
-    target.require(
-        "Reason=JobHeld" in target.slurm.ask(["scontrol", "show", "job", waiting]), "the waiting job is not held"
-    )
-    target.slurm.order(["scontrol", "release", waiting])
+    target.require("Reason=JobHeld" in target.ask("scontrol", "show", "job", waiting), "the waiting job is not held")
+    target.order("scontrol", "release", waiting)
     target.start_successor_now()
 
 

@@ -114,6 +114,14 @@ class ClusterUnderTest:
         self.require(len(waiting) == 1, f"{len(waiting)} jobs of the chain wait, not one")
         return waiting[0]
 
+    def ask(self, *words: str) -> str:
+        """Run a command of Slurm that changes nothing; return its output."""
+        return self.slurm.ask(words)
+
+    def order(self, *words: str) -> str:
+        """Run a command of Slurm that changes something; return its output."""
+        return self.slurm.order(words)
+
     def start_successor_now(self) -> None:
         """Start a delayed successor now."""
 
@@ -125,12 +133,12 @@ class ClusterUnderTest:
             # Slurm kills a requeued job that starts within the second of its requeue: its credential is revoked
             start = "now" if "Restarts=0" in self._shown(job) else "now+2"
             try:
-                self.slurm.order(["scontrol", "update", f"JobId={job}", f"StartTime={start}"])
+                self.order("scontrol", "update", f"JobId={job}", f"StartTime={start}")
             except SchedulerError:  # the job has started
                 continue
 
     def _shown(self, job: str) -> str:
-        return self.slurm.ask(["scontrol", "show", "job", "--oneliner", job])
+        return self.ask("scontrol", "show", "job", "--oneliner", job)
 
     def _all_wait(self) -> bool:
         try:
