@@ -1,4 +1,4 @@
-"""Tells by its first bytes what a file is: compressed, columns, an error page, or a pointer in place of the file.
+"""Tells by its bytes what a file is: compressed, columns, torn, an error page, or a pointer in place of the file.
 
 A name says what a file should be; `content_fault` compares it with `HEAD_BYTES` of the file. Only contents that this
 module knows are faults: unknown bytes are left to the reader. This module does not import Arrow.
@@ -6,6 +6,7 @@ module knows are faults: unknown bytes are left to the reader. This module does 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal
 
@@ -57,3 +58,21 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
         words = f"its content is {found}, not {promised} as its name says"
         hint = f"give the file the ending of its content, {leave}"
     return InputError(words, where=printable(path), hint=hint)
+
+
+_STREAM = b"\xff" * 4  # of Arrow; zeros may follow its end
+_ENDS = {b"PAR1": (b"PAR1", b"PARE"), b"ARROW1": (b"ARROW1",), b"{": (b"}",), _STREAM: (_STREAM + bytes(4), bytes(12))}
+"""Last bytes of whole files by their first ones: of parquet, Arrow, lines of JSON, and streams of Arrow."""
+
+
+def is_torn(path: str) -> bool:
+    """Return whether its last bytes prove that a file is torn; False if it cannot be read, as below a URL."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(HEAD_BYTES)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD_BYTES))
+            tail = file.read().rstrip()
+    except OSError:
+        return False
+    ends = next((ends for begin, ends in _ENDS.items() if head.startswith(begin)), (b"",))
+    return tail != b"" and not tail.endswith(ends)

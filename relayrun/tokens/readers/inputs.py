@@ -20,6 +20,7 @@ from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
+from relayrun.tokens.readers.published import listed_splits
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -52,7 +53,7 @@ JSON_LINES = FileFormat(
     reader=f"{_TEXT_READERS}:read_jsonl",
     by_line=True,
 )
-CSV = FileFormat(name="csv", suffixes=_compressed(".csv"), reader=f"{_TEXT_READERS}:read_csv")
+CSV = FileFormat(name="csv", suffixes=_compressed(".csv", ".tsv"), reader=f"{_TEXT_READERS}:read_csv")
 ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
@@ -62,9 +63,12 @@ STATE_FILE = "state.json"
 
 METADATA_FILE_NAMES = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
-    *("inventory.jsonl", "dump-sizes.json"),
+    *("inventory.jsonl", "dump-sizes.json", "executor.json"),
 )
-"""Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
+"""Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
+
+_MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
+_MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
 
 
 def data_suffixes() -> tuple[str, ...]:
@@ -74,7 +78,7 @@ def data_suffixes() -> tuple[str, ...]:
 def data_endings() -> str:
     """Return the endings of data files for a message, the compressed ones in short."""
     plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
-    return f"{', '.join(plain)}; of JSON and CSV also with .gz, .zst or .zstd"
+    return f"{', '.join(plain)}; of JSON, CSV and TSV also with .gz, .zst or .zstd"
 
 
 def expected_content(path: str) -> str | None:
@@ -189,6 +193,8 @@ class Inventory:
 
 
 DEAD_LINK = "link that leads nowhere"
+FILTERED_OUT = "filtered out"
+"""By `filter_out`: such a file says nothing of others."""
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
@@ -198,7 +204,9 @@ def _why_left_out(
 ) -> str | None:
     """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
     hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
-    if (filter_in and not any(text in path for text in filter_in)) or any(text in path for text in filter_out):
+    if any(text in path for text in filter_out):
+        return FILTERED_OUT
+    if filter_in and not any(text in path for text in filter_in):
         return "filters"
     *folders, name = path.lower().split("/")
     if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
@@ -206,6 +214,19 @@ def _why_left_out(
     if name in METADATA_FILE_NAMES:
         return "metadata"
     return None if name.endswith(suffixes) else "ending not read"
+
+
+def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
+    """Return the paths of taken files that are no data because of the files beside them: JSON of a model or tokenizer,
+    or among logs of datatrove, and lists of files."""
+    names = {file.path: os.path.split(file.path) for file in taken}
+    others = [os.path.split(file.path) for file in left if file.why != FILTERED_OUT]
+    folders = {folder for folder, name in others if name.lower().endswith(_MODEL_ENDINGS)}
+    folders |= {folder for folder, name in names.values() if name in _MODEL_FILE_NAMES}
+    logs = [folder for folder, name in others if name == "executor.json"]
+    folders.update(logs, (os.path.join(folder, "stats") for folder in logs))
+    found = {path for path, (folder, name) in names.items() if folder in folders and name.lower().endswith(".json")}
+    return found | {by for _, by in listed_splits(place, names.keys(), names).values()}
 
 
 def take_inventory(
@@ -234,6 +255,9 @@ def take_inventory(
                 left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=fault))
             else:
                 taken.append(file)
+    metadata = _metadata_beside(place, taken, left)
+    left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
+    taken = [file for file in taken if file.path not in metadata]
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
         faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
     why = "other content than its name"

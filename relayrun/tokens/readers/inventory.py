@@ -13,35 +13,35 @@ import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from relayrun.errors import InputError, RelayrunError
+from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
-from relayrun.tokens.readers.contents import file_compression
+from relayrun.tokens.readers import published
+from relayrun.tokens.readers.contents import file_compression, is_torn
 from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import (
+    FILTERED_OUT,
     STATE_FILE,
     DataFile,
     Inventory,
     LeftOutFile,
     by_path,
-    data_suffixes,
     saved_rows,
     take_inventory,
 )
+from relayrun.tokens.readers.published import split_of, split_words
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
 
-_HELD_OUT = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test", "testing", "eval", "evaluation"}}
-"""Words for the splits that are kept from training."""
+_UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".filepart", ".st")
+"""Endings of the note beside a file that its download has not ended."""
 
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
@@ -50,13 +50,10 @@ _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
 
 
 def held_out_split(path: str) -> str | None:
-    """Return `validation` or `test` if a folder, or the first or last word of the name, says so; else None."""
+    """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
     *folders, name = path.lower().split("/")
-    for suffix in sorted(data_suffixes(), key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    words = [word for word in re.split(r"[-._ ]+", name) if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
-    known = {*words[:1], *words[-1:], *(folder.removeprefix("split=") for folder in folders)}
-    return next((split for split, names in _HELD_OUT.items() if known & names), None)
+    words = split_words(os.path.splitext(re.sub(r"\.(gz|zstd?)$", "", name))[0])
+    return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
 
 
 def find_data_files(
@@ -68,7 +65,7 @@ def find_data_files(
     there, twins = leave_out_twins(place, take_inventory(place, names=names))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
-    for fault, _, _ in set_faults(place, there.taken):
+    for fault, _, _ in set_faults(place, there):
         log.warning("%s%s", of, fault.message)
     return list(there.taken)
 
@@ -76,9 +73,11 @@ def find_data_files(
 def check_sets(
     folder: str, inventory: Inventory, *, filter_in: Sequence[str] = (), all_splits: bool = False
 ) -> Inventory:
-    """Return the inventory with the files refused that `set_faults` names; `all_splits`: held-out splits are taken."""
+    """Return the inventory with the files refused that `set_faults` names, and those that are not whole.
+    `all_splits`: held-out splits are taken."""
     refused: dict[str, LeftOutFile] = {}
-    for fault, why, files in set_faults(folder, inventory.taken, filter_in, all_splits=all_splits):
+    faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
+    for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory)):
         for number, file in enumerate(files):  # the first one has the fault of all
             left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
             refused.setdefault(file.path, left)
@@ -90,24 +89,46 @@ _SetFaults = Iterator[tuple[InputError, str, Sequence[DataFile]]]
 
 
 def set_faults(
-    folder: str, files: Sequence[DataFile], filter_in: Sequence[str] = (), *, all_splits: bool = False
+    folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
     names, and mixed `-of-N` sets. Warns of missing numbers."""
-    return itertools.chain(() if all_splits else _held_out_sets(folder, files, filter_in), _mixed_sets(folder, files))
+    held_out = () if all_splits else _held_out_sets(folder, inventory, filter_in)
+    return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
-def _held_out_sets(folder: str, files: Sequence[DataFile], filter_in: Sequence[str]) -> _SetFaults:
-    splits: dict[str | None, list[DataFile]] = defaultdict(list)
-    for file in files:
-        splits[held_out_split(file.path)].append(file)
-    chosen = {word for text in filter_in for word in re.split(r"[^a-z]+", text.lower())}
-    for split, found in splits.items():
-        if split is None or len(splits) == 1 or chosen & _HELD_OUT[split]:
+def _notes(inventory: Inventory) -> set[str]:
+    """Return the paths of the files that are left out: what others wrote beside the data."""
+    return {file.path for file in inventory.left_out if file.why != FILTERED_OUT}
+
+
+def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
+    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, _notes(inventory))
+    splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
+    for file in inventory.taken:
+        split = held_out_split(file.path)
+        splits[(split, "") if split else listed.get(file.path, (None, ""))].append(file)
+    chosen = {split_of([word]) for text in filter_in for word in split_words(text)}
+    for (split, by), found in splits.items():
+        if split is None or split in chosen or len({each for each, _ in splits}) == 1:
             continue
         words = f"{_count(found)} of a {split} set beside other text: {first_names([file.path for file in found])}"
+        words += f"; {by} says so" if by else ""
         hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
         yield InputError(words, where=folder, hint=hint), "another split", found
+
+
+def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
+    """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
+    notes, hint = _notes(inventory), "fetch or write it again, or leave it out with --filter-out, or the note"
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        torn = pool.map(lambda file: is_torn(urls.join_path(folder, file.path)), inventory.taken)
+    for file, has_no_end in zip(inventory.taken, torn, strict=True):
+        note = next((file.path + ending for ending in _UNFINISHED if file.path + ending in notes), None)
+        if note or has_no_end:
+            words = f"{note} says that this download has not ended" if note else "it may be torn: its end is missing"
+            where = printable(urls.join_path(folder, file.path))
+            yield InputError(words, where=where, hint=hint), "not whole", [file]
 
 
 def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
@@ -155,11 +176,8 @@ def _text_checksum(path: str) -> str | None:
             return file_checksum(path)
         from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
 
-        digest = xxhash.xxh3_128()
         with open(path, "rb") as raw, open_decompressed(raw, path) as text:
-            while piece := text.read(1 << 20):
-                digest.update(piece)
-        return digest.hexdigest()
+            return open_file_checksum(text)
     except (OSError, RelayrunError, ImportError):
         return None
 
@@ -234,6 +252,24 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
                     words = "%s: %s rows were tokenized, and dataset_info.json says %s, perhaps from before a filter"
                     log.warning(words, name, f"{found:,}", f"{expected:,}")
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
+
+
+def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> None:
+    """Raise InputError that names the files, of these files and ranges of a written inventory, that have other
+    checksums than a list beside the data says."""
+    lines = {} if urls.is_url(folder) else _read_inventory(path)
+    notes = [name for name, line in lines.items() if line.get("why", FILTERED_OUT) != FILTERED_OUT]
+    files = {file_of_range(name) for name in names}
+    listed = [each for each in published.listed_checksums(folder, notes) if each[0] in files]
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        good = pool.map(lambda each: published.has_checksum(os.path.join(folder, each[0]), each[1]), listed)
+    faults, hint = [], "fetch it again, or leave out the file or the list with --filter-out"
+    for (file, _, by), same in zip(listed, good, strict=True):
+        if not same:
+            words, where = f"its checksum is not the one that {printable(by)} lists", os.path.join(folder, file)
+            faults.append(InputError(words, where=printable(where), hint=hint))
+    if faults:
+        raise combined_error(faults, "files have other checksums")
 
 
 def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:

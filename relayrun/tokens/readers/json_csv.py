@@ -5,9 +5,9 @@ extracted first and decoded block by block into UTF-8, the longest into files; o
 so that duplicates, types and faults are handled as in any other line. Python's own json parses a line that orjson
 refuses (NaN, lone surrogates and, here, bytes that are not UTF-8): a fault outside the text costs no document.
 
-CSV has a first row of names, commas, and quotes that may span lines (RFC 4180). Python's own reader takes fields of any
-length and knows the line where each row begins; Arrow's reader needs every row to fit into a block, and does not name a
-row that is not UTF-8.
+CSV has a first row of names, commas, or tabs in `.tsv`, and quotes that may span lines (RFC 4180). Python's own reader
+takes fields of any length and knows the line where each row begins; Arrow's reader needs every row to fit into a block,
+and does not name a row that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ def read_csv(
     with open_decompressed(raw, path) as content:
         # drops a byte order mark; a byte that is not UTF-8 becomes a lone surrogate, which valid UTF-8 never yields
         decoded = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(decoded, strict=True)
+        is_tsv = re.search(r"\.tsv(\.\w+)?$", path, re.IGNORECASE)
+        reader = csv.reader(decoded, delimiter="\t" if is_tsv else ",", strict=True)
         names: list[str] | None = None
         texts: list[bytes] = []
         size = 0

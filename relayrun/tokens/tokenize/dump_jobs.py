@@ -35,7 +35,7 @@ from relayrun.leftovers import owner_may_live, process_identity
 from relayrun.progress import Progress, clear_line, has_terminal
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.readers.inventory import add_rows
+from relayrun.tokens.readers.inventory import add_rows, refuse_wrong_checksums
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards, input_bytes, read_status
@@ -130,6 +130,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
                 paths_file=paths_file,
                 logging_dir=settings.dump_logs(index),
             )
+        refuse_wrong_checksums(metadata.inventory, metadata.dataset(), result.rows)
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {

@@ -1,0 +1,109 @@
+"""What publishers write beside data: lists and dataset cards that say which files are held out, and checksums.
+
+A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below a URL none of it is read.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_HELD_OUT = {
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+    "held-out": {"heldout", "holdout"},
+}
+"""Words for the splits that are kept from training."""
+
+_LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}.union(*_HELD_OUT.values())
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a path or a filter, without numbers and hashes; `held-out` is one word."""
+    words = re.split(r"[-._/=\s]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text.lower()))
+    return [word for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
+
+
+def split_of(words: Sequence[str]) -> str | None:
+    """Return the split that one of these words says, if it is kept from training."""
+    return next((split for split, names in _HELD_OUT.items() if names.intersection(words)), None)
+
+
+def listed_splits(folder: str, files: Set[str], others: Iterable[str]) -> dict[str, tuple[str | None, str]]:
+    """Return the split of each of `files` that a list or a dataset card names, None if it is trained on, and the path
+    of the list. `others`: paths that may be lists. An entry is a path from the list's folder or from the top, or a
+    pattern. What one list holds out is held out."""
+    found: dict[str, tuple[str | None, str]] = {}
+    for path in others:
+        place, name = os.path.split(path)
+        is_list = name.lower().endswith((".txt", ".json", ".lst", ".list"))
+        if name != "README.md" and not (is_list and _LIST_WORDS.intersection(split_words(name))):
+            continue
+        for words, entry in _entries(os.path.join(folder, path)):
+            split = split_of(split_words(words))
+            names = [os.path.normpath(os.path.join(base, entry)) for base in (place, "")]
+            is_pattern = files.isdisjoint(names) and re.search(r"[*?[]", entry)
+            for file in fnmatch.filter(files, names[0]) if is_pattern else files & set(names):
+                if split is not None or file not in found:
+                    found[file] = split, path
+    return found
+
+
+def _entries(path: str) -> Iterator[tuple[str, str]]:
+    """Yield words that say a split, and the entry of a list that they belong to: a line or string, with the name of
+    the list, the keys that lead to it and the `split` beside it; and a key with its string."""
+    todo: list[tuple[str, Any]] = [(os.path.basename(path), _read_list(path))]
+    while todo:
+        words, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{words} {key} {value.get('split', '')}", each) for key, each in value.items()]
+            yield from ((each, str(key)) for key, each in value.items() if isinstance(each, str))
+        elif isinstance(value, list):
+            todo += [(words, each) for each in value]
+        elif isinstance(value, str):
+            yield words, value
+
+
+def _read_list(path: str) -> Any:
+    """Return the content of JSON, the `configs` of a dataset card, or lines; None if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(1 << 24).decode()  # larger files are no lists
+        if path.lower().endswith(".json"):
+            return json.loads(text)
+        if not path.endswith(".md"):
+            return [line.strip() for line in text.splitlines()]
+        return yaml.safe_load(re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)[1])["configs"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
+        return None
+
+
+_KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
+"""By the hexadecimal digits."""
+
+_SUMS = re.compile(r"(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?", re.IGNORECASE | re.DOTALL)
+
+
+def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
+    for path in notes:
+        place, name = os.path.split(path)
+        if (of := _SUMS.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
+            for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
+                digest, _, file = line.strip().lstrip("\\").partition(" ")
+                if len(digest) in _KINDS and (file := file.lstrip(" *") or of[1]):
+                    yield os.path.normpath(os.path.join(place, file)), digest.lower(), path
+
+
+def has_checksum(path: str, digest: str) -> bool:
+    """Return whether a file has this checksum; it is read whole. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, _KINDS[len(digest)]).hexdigest() == digest

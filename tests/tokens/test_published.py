@@ -1,0 +1,226 @@
+"""What publishers and programs write beside data: `dumps prepare` reads it before the first token."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers import inventory
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
+from tests.tokenization_corpus import train_tokenizer
+from tests.tokens.test_inventory import arrow, lines, prepared, write
+
+
+def text(number: int) -> bytes:
+    return b'{"text": "%d and more words"}\n' % number
+
+
+def numbered(*names: str) -> dict[str, bytes]:
+    return {name: text(number) for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [("held-out/a.jsonl", "held-out"), ("web_holdout.jsonl", "held-out"), ("uphold/out.jsonl", None)],
+)
+def test_the_words_for_what_is_held_out(path: str, split: str | None) -> None:
+    assert inventory.held_out_split(path) == split
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: "x/*"
+  - split: test
+    path: ["x/1.jsonl", "y/*"]
+---
+# Web
+"""
+
+
+@pytest.mark.parametrize(
+    ("note", "content"),
+    [
+        ("README.md", CARD),
+        ("splits.json", json.dumps({"train": ["x/0.jsonl"], "test": ["x/1.jsonl", "y/2.jsonl"]})),
+        ("split_of_files.json", json.dumps({"x/0.jsonl": "train", "x/1.jsonl": "test", "y/2.jsonl": "test"})),
+        ("heldout_files.txt", "# do not train on\n./x/1.jsonl\ny/2.jsonl\n"),
+        ("x/test.lst", "1.jsonl\ny/2.jsonl\n"),
+    ],
+)
+def test_files_that_a_list_holds_out_are_refused(tmp_path: Path, note: str, content: str) -> None:
+    data = write(tmp_path / "data", numbered("x/0.jsonl", "x/1.jsonl", "y/2.jsonl") | {note: content.encode()})
+    with pytest.raises(InputError, match=rf"of a .* set beside other text: x/1.jsonl, y/2.jsonl; {note} says so"):
+        prepared(data)
+    assert not lines(data)[note]["taken"]
+    assert prepared(data, filter_out=["x/1", "y/2"]) == ["x/0.jsonl"]
+    assert len(prepared(data, all_splits=True)) == 3
+    if not note.endswith(".json"):  # whose text would be taken
+        assert len(prepared(data, filter_out=[note])) == 3
+
+
+def test_files_of_models_logs_and_lists_are_no_text(tmp_path: Path) -> None:
+    kept = ["config.json", "data/a.jsonl", "stats/0.json", "lists/files.json"]
+    others = [
+        "ckpt/config.json",
+        "ckpt/model.safetensors",
+        "tok/tokenizer.json",
+        "tok/vocab.json",
+        "logs/executor.json",
+    ]
+    data = write(tmp_path / "data", numbered(*kept, *others, "logs/stats/0.json", "logs/stats.json"))
+    assert prepared(data) == sorted(kept)
+    assert lines(data)["tok/vocab.json"]["why"] == "metadata"
+    assert "ckpt/config.json" in prepared(data, filter_out=["safetensors"])
+
+
+def parquet(**columns: list[str]) -> bytes:
+    out = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), out)
+    return bytes(out.getvalue())
+
+
+def feather() -> bytes:
+    out = pa.BufferOutputStream()
+    pyarrow.feather.write_feather(pa.table({"text": ["one"]}), out)
+    return bytes(out.getvalue())
+
+
+PACKED = gzip.compress(b"".join(map(text, range(500))))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.parquet", parquet(text=["one"])[:-9]),
+        ("a.feather", feather()[:-8]),
+        ("a.jsonl", text(1) + text(2)[:9]),
+        ("a.jsonl", text(1) + bytes(99)),
+        ("a.arrow", arrow(30)[:-8]),
+    ],
+    ids=range(5),
+)
+def test_a_torn_end_is_refused_before_the_first_token_and_by_the_reader(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    data = write(tmp_path / "data", {name: content, "good.jsonl": text(0)})
+    with pytest.raises(InputError, match=rf"data/{name}: .*it may be torn"):
+        prepared(data)
+    assert lines(data)[name]["why"] == "not whole"
+    assert prepared(data, filter_out=[name]) == ["good.jsonl"]
+    with pytest.raises(InputError):
+        list(read_column(str(data / name), "text", batch_bytes=1000))
+
+
+def test_whole_ends_of_all_kinds(tmp_path: Path) -> None:
+    names = {
+        "a.parquet": parquet(text=["one"]),
+        "b.feather": feather(),
+        "c.arrow": arrow(30) + bytes(24),
+        "d.jsonl.gz": PACKED + gzip.compress(text(9999)),
+        "e.jsonl": text(1)[:-1],
+        "f.json": b'{\n "text": "one"\n}',
+        "g.jsonl": text(5) + b'{"text": "' + bytes(b"x" * 70_000) + b'"}',
+        "h.jsonl": b"\n\n",
+    }
+    assert prepared(write(tmp_path / "data", names)) == list(names)
+
+
+def test_a_download_that_has_not_ended_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", numbered("a.jsonl", "b.jsonl") | {"b.jsonl.aria2": b""})
+    with pytest.raises(InputError, match=r"b\.jsonl\.aria2 says that this download has not ended"):
+        prepared(data)
+    assert lines(data)["a.jsonl"]["taken"]
+    assert not lines(data)["b.jsonl"]["taken"]
+    assert prepared(data, filter_out=["aria2"]) == ["a.jsonl", "b.jsonl"]
+
+
+def settings_of(tmp_path: Path) -> TokenizationSettings:
+    return TokenizationSettings(
+        tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
+        tokenizer_name="t",
+        dataset_name="d",
+        metadata_folder=str(tmp_path / "meta"),
+        output_folder=str(tmp_path / "tokens"),
+        logs=str(tmp_path / "logs"),
+        workers=1,
+    )
+
+
+def test_files_without_text_are_named_before_a_job_is_submitted(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", numbered("documents/0.jsonl", "documents/1.jsonl"))
+    write(data, {"scores/0.jsonl.gz": gzip.compress(b'{"id": 1}\n'), "scores/vectors.parquet": parquet(id=["1"])})
+    settings = settings_of(tmp_path)
+    prepare_dumps(data, settings.metadata_folder)
+    with pytest.raises(InputError, match=r"(?s)vectors.parquet.*no column 'text'; there are: id"):
+        prepare_submission(settings)
+    prepare_dumps(data, settings.metadata_folder, filter_out=["scores"])
+    assert prepare_submission(settings) == [0]
+
+
+def checksum(kind: str, content: bytes) -> str:
+    return hashlib.new(kind, content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ("SHA256SUMS", "# of the release\n{sha256}  x/a.jsonl\n"),
+        ("x/checksums.txt", "{md5} *a.jsonl\n"),
+        ("x/a.jsonl.md5", "{md5}\n"),
+        ("x/a.jsonl.sha512", "{sha512} *a.jsonl\n"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x/a.jsonl", "x/a.jsonl/bytes=0-5"])
+def test_the_lists_of_checksums_are_read(tmp_path: Path, note: str, words: str, name: str) -> None:
+    good, bad = ({kind: checksum(kind, text(n)) for kind in ("md5", "sha256", "sha512")} for n in (0, 1))
+    data = write(tmp_path / "data", {"x/a.jsonl": text(0), note: words.format(**good).encode()})
+    written = data.parent / "meta" / "inventory.jsonl"
+    assert prepared(data) == ["x/a.jsonl"]
+    inventory.refuse_wrong_checksums(written, str(data), [name])
+    write(data, {note: words.format(**bad).encode()})
+    with pytest.raises(InputError, match=rf"x/a.jsonl: its checksum is not the one that {note} lists"):
+        inventory.refuse_wrong_checksums(written, str(data), [name])
+    (data / note).rename(tmp_path / "gone")
+    inventory.refuse_wrong_checksums(written, str(data), [name])
+    write(data, {note: words.format(**bad).encode()})
+    prepared(data, filter_out=[note])
+    inventory.refuse_wrong_checksums(written, str(data), [name])
+
+
+def test_checksums_are_compared_before_a_dump_is_done(tmp_path: Path) -> None:
+    sums = f"{checksum('md5', text(0))}  a.jsonl\n{checksum('md5', text(7))}  b.jsonl\n{'0' * 32}  gone.jsonl\n"
+    data = write(tmp_path / "data", numbered("a.jsonl", "b.jsonl") | {"MD5SUMS": sums.encode()})
+    settings = settings_of(tmp_path)
+    prepare_dumps(data, settings.metadata_folder)
+    (index,) = prepare_submission(settings)
+    with pytest.raises(InputError, match=r"b\.jsonl: its checksum is not the one that MD5SUMS lists"):
+        tokenize_dump(settings, index)
+    assert DumpsFolder(settings.metadata_folder).finished() == []
+    (data / "b.jsonl").write_bytes(text(7))
+    prepare_dumps(data, settings.metadata_folder)
+    tokenize_dump(settings, index)
+    assert DumpsFolder(settings.metadata_folder).finished() == [index]
+
+
+def test_tabs_separate_the_columns_of_tsv(tmp_path: Path) -> None:
+    data = write(
+        tmp_path / "data", {"a.tsv": b"id\ttext\n1\tone, two\n", "b.TSV.gz": gzip.compress(b"text\tid\nx\t2\n")}
+    )
+    assert prepared(data) == ["a.tsv", "b.TSV.gz"]
+    found = [next(read_column(str(data / name), "text", batch_bytes=100)).to_pylist() for name in prepared(data)]
+    assert found == [["one, two"], ["x"]]
