@@ -142,6 +142,29 @@ def try_lock(fd: int) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def exclusive_lock(fd: int, refusal: Exception, *, optional: bool = False) -> Iterator[None]:
+    """Hold the lock of an open file or folder, and close it. Raises `refusal` if another process has it, and OSError on
+    a file system without locks, unless it is `optional` there."""
+    try:
+        with contextlib.suppress(*[OSError] * optional):
+            if not try_lock(fd):
+                raise refusal
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Return whether a process has this lock file; False if there is none, or it cannot be known."""
+    try:
+        with open(open_lock(path, os.O_RDONLY), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 @functools.cache
 def _machine() -> str:
     """Return boot, eight hexadecimal digits, and process namespace of this machine."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
-from relayrun.leftovers import open_lock, remove_leftovers, rename_no_replace
+from relayrun.leftovers import exclusive_lock, open_lock, remove_leftovers, rename_no_replace
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 from relayrun.trust import write_owned
@@ -318,14 +318,8 @@ def _proven(staging: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in read_json_lines(staging / "proven.jsonl")}
 
 
-@contextlib.contextmanager
-def _no_submit(source: Path) -> Iterator[None]:
+def _no_submit(source: Path) -> AbstractContextManager[None]:
     """Keep others from submitting the run meanwhile. Raises RunDirError if somebody does."""
-    with open(open_lock(source / ".submit.lock"), "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError("another process submits or moves this run now", where=source) from None
-        except OSError:  # a file system without locks: what changes meanwhile is found
-            pass
-        yield
+    refusal = RunDirError("another process submits or moves this run now", where=source)
+    # without locks what changes meanwhile is found
+    return exclusive_lock(open_lock(source / ".submit.lock"), refusal, optional=True)

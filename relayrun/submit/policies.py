@@ -27,7 +27,7 @@ from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.train.mirror import sync
-from relayrun.train.mirror.destination import MirrorDestination, refuse_place_of_others
+from relayrun.train.mirror.destination import refuse_place_of_others
 
 
 def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
@@ -102,7 +102,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
         )
     saves = config.checkpoint_section
     begins_anew = saves is not None and saves.load is None and run.newest_begun() is None
-    if begins_anew and MirrorDestination(place).copies():
+    if begins_anew and mirror.read_copies(place):
         raise ConfigError(
             f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
             where=where,
@@ -114,7 +114,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
 def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
     """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
-    owner = None if settings is None else MirrorDestination(mirror_location(config, settings)).owner()
+    owner = None if settings is None else mirror.read_owner(mirror_location(config, settings))
     path = mirror.mirror_folder(run) / "id"
     if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
         return None

@@ -13,8 +13,8 @@ import pytest
 from relayrun import places
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir import mirror
 from relayrun.control.rundir.run import Run
-from relayrun.train.mirror.destination import MirrorDestination
 from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT, path_with_relayrun
 from tests.workspace import Workspace, steps
@@ -81,7 +81,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     )
     shell(f"relayrun submit {config}", check=False)
     shell(blocks("bash")[0])
-    copies = MirrorDestination(second / "my-project/my-run").copies()
+    copies = mirror.read_copies(second / "my-project/my-run")
     assert [copy.iteration for copy in copies.values()] == [20]
     for folder in run.checkpoints.glob("iter_*"):
         shutil.rmtree(folder)

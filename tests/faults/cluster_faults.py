@@ -23,7 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import InputError, SchedulerError
 from relayrun.lab.faults import experiment, processes, table
-from relayrun.lab.faults.experiment import FaultResult, FaultTools
+from relayrun.lab.faults.experiment import FaultResult, FaultSite
 from relayrun.lab.faults.table import Fault, kill_batch_script, read_faults, signal_save_and_exit, stop_rank
 from relayrun.lab.faults.target import ClusterUnderTest
 from tests.slurm.cluster import TestCluster
@@ -32,18 +32,18 @@ HERE = Path(__file__).parent
 STRANGER_SECONDS = 6.0
 
 
-class LocalSignalSender:
+class LocalTarget(ClusterUnderTest):
     """Signals directly: all nodes of the cluster are this machine."""
 
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
+    def send_signal(self, job_id: str, role: str, number: signal.Signals, only: Sequence[int]) -> list[str]:
         if role == "rank":
-            named = processes.named_ranks(self.rank_pids(run, job_id), only)
+            named = processes.named_ranks(self.rank_pids(job_id), only)
         else:
-            named = processes.role_processes(role, str(run.path), job_id)
+            named = processes.role_processes(role, str(self.run.path), job_id)
         return [name for name, _ in processes.signal_processes(named, number)]
 
-    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        return processes.rank_processes(str(run.path), job_id)
+    def rank_pids(self, job_id: str) -> dict[int, int]:
+        return processes.rank_processes(str(self.run.path), job_id)
 
 
 def step_daemons(pids: list[int]) -> list[int]:
@@ -103,7 +103,7 @@ class ClusterFault(Fault):
 
 
 @dataclass(kw_only=True)
-class ControlledTarget(ClusterUnderTest):
+class ControlledTarget(LocalTarget):
     """A chain on a test cluster whose daemons may be ended."""
 
     control: TestCluster
@@ -179,8 +179,7 @@ class ControlledTarget(ClusterUnderTest):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Stop the ranks and their slurmstepd with SIGSTOP inside the block. Needs root."""
-        assert isinstance(self.signals, LocalSignalSender)
-        ranks = list(self.signals.rank_pids(self.run, self.job_id()).values())
+        ranks = list(self.rank_pids(self.job_id()).values())
         daemons = step_daemons(ranks)
         for pid in (*daemons, *ranks):
             os.kill(pid, signal.SIGSTOP)
@@ -191,11 +190,11 @@ class ControlledTarget(ClusterUnderTest):
                 os.kill(pid, signal.SIGCONT)
 
 
-def run_fault(tools: FaultTools, cluster: TestCluster, fault: Fault) -> FaultResult:
+def run_fault(site: FaultSite, cluster: TestCluster, fault: Fault) -> FaultResult:
     """Do one test on a test cluster, and start its lost nodes again."""
     if not isinstance(fault, ClusterFault):
-        return experiment.run_fault(tools, fault)
-    folder, search = tools.site.folder / "commands" / fault.name, tools.environment["PATH"]
+        return experiment.run_fault(site, fault)
+    folder, search = site.folder / "commands" / fault.name, site.environment["PATH"]
     write_wrappers(fault.commands, folder, search=search, real={})
     targets: list[ControlledTarget] = []
     before_begin = fault.before_begin
@@ -206,10 +205,10 @@ def run_fault(tools: FaultTools, cluster: TestCluster, fault: Fault) -> FaultRes
 
     if "python3" in fault.commands:  # the wrapper is found by name on PATH
         fault = replace(fault, config={**fault.config, "cluster": {"host_python": "python3"}})
-    path = tools.environment | {"PATH": f"{folder / 'bin'}:{search}"}
-    with small_file_system(tools.site.run(fault.name), fault):
+    path = site.environment | {"PATH": f"{folder / 'bin'}:{search}"}
+    with small_file_system(site.run(fault.name), fault):
         try:
-            result = experiment.run_fault(replace(tools, target=target, environment=path), fault)
+            result = experiment.run_fault(replace(site, target=target, environment=path), fault)
         finally:
             for each in targets:
                 each.bring_back_nodes()

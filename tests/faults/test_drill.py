@@ -14,32 +14,34 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools
+from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite
 from relayrun.lab.faults.table import UNDISTURBED, Fault
 from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
 from tests.checkpoints import assert_same_bytes
-from tests.faults.cluster_faults import FAULTS, FAULTS_BY_NAME, LocalSignalSender, run_fault
+from tests.faults.cluster_faults import FAULTS, FAULTS_BY_NAME, LocalTarget, run_fault
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import MakeCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultTools:
+def drill_site(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultSite:
     """With what a row is done on a test cluster, whose nodes are all this machine."""
     for name in ("SLURM_CONF", "PATH", "HOME"):  # for Slurm's commands of this process; see the fixture `environment`
         os.environ[name] = cluster.env[name]
     # the long rows look at Slurm's tree of processes
     python = sys.executable if fault and fault.long else warm.python()
     values = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}, "python": python}
-    site = FaultSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
-    return FaultTools(
-        site=site,
+    return FaultSite(
+        folder=folder,
+        cluster=values,
+        step_seconds=0.05,
+        changes={"chain": {"recovery": recovery}},
         slurm=Slurm(),
-        signals=LocalSignalSender(),
+        target=LocalTarget,
         patience=4,
         environment=cluster.env,
     )
@@ -67,7 +69,7 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = run_fault(drill_tools(cluster, folder), cluster, UNDISTURBED)
+                    result = run_fault(drill_site(cluster, folder), cluster, UNDISTURBED)
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
@@ -145,12 +147,12 @@ def drill(
     """
     node_timeout = 10 if fault.name.startswith("node-lost") else 120
     cluster = make_cluster(grace=30, node_timeout=node_timeout, accounting=accounting)
-    tools = drill_tools(cluster, folder, fault=fault, recovery=recovery)
-    run = tools.site.run(fault.name)
+    site = drill_site(cluster, folder, fault=fault, recovery=recovery)
+    run = site.run(fault.name)
     run.path.parent.mkdir()
     (run.path.parent / UNDISTURBED.name).symlink_to(reference.path)
     try:
-        result = run_fault(tools, cluster, fault)
+        result = run_fault(site, cluster, fault)
         if accounting:
             assert_closed(cluster, run)
     finally:

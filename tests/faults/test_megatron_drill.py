@@ -25,7 +25,6 @@ from tests.faults.cluster_faults import (
     FAULTS_BY_NAME,
     ClusterFault,
     ControlledTarget,
-    LocalSignalSender,
     wrapper_marker,
     write_wrappers,
 )
@@ -70,11 +69,11 @@ FAILS = {"crash-loop": "0"}
 """At which iteration of an attempt a program fails, for rows whose hook has it raise."""
 
 
-class MegatronReach(LocalSignalSender):
+class MegatronTarget(ControlledTarget):
     """Reaches the ranks of Megatron-LM."""
 
-    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        return ranks(run)
+    def rank_pids(self, job_id: str) -> dict[int, int]:
+        return ranks(self.run)
 
 
 def changes(fault: Fault) -> dict[str, Any]:
@@ -141,9 +140,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     try:
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
-        stage = ControlledTarget(
-            run=run, commands=tmp_path, slurm=Slurm(), signals=MegatronReach(), control=cluster, patience=4
-        )
+        stage = MegatronTarget(run=run, commands=tmp_path, slurm=Slurm(), control=cluster, patience=4)
         if name == "latest-torn":  # its folder is there before its files are
             stage.wait(lambda: megatron_lm_log.tracked_iteration(run.checkpoints) == 20)
         fault.act(stage)

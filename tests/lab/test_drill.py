@@ -23,10 +23,9 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.lab.compare_runs import checkpoint_differences
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
+from relayrun.lab.faults.experiment import FaultResult, FaultSite
 from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
-from relayrun.lab.faults.target import StepSignalSender
 from relayrun.train.checkpoint import checksums
 from tests.faults.cluster_faults import wrapper_marker, write_wrappers
 from tests.readme import ROOT
@@ -35,10 +34,9 @@ CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml
 
 
 def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> FaultSession:
-    site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
-    tools = FaultTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
+    site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, slurm=Slurm(patience=0), **values)
     faults = session.select_faults(names)
-    return FaultSession(tools, faults)
+    return FaultSession(site, faults)
 
 
 def done(name: str, **values: Any) -> FaultResult:
@@ -100,7 +98,7 @@ def test_the_default_faults_are_six_of_the_table() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
-    site = FaultSite(folder=tmp_path, cluster=read_cluster(cluster))
+    site = FaultSite(folder=tmp_path, cluster=read_cluster(cluster), slurm=Slurm(patience=0))
     config = resolve.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
     assert config.chain.hang_timeout == 5
     assert config.job.nodes == 2
@@ -112,9 +110,9 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.all_nodes", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), []).check()
+        FaultSession(replace(found.site, nodes=3), []).check()
     with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=1)), []).check()
+        FaultSession(replace(found.site, nodes=1), []).check()
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +124,7 @@ def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytes
     found.check()
     found.check()
     with pytest.raises(InputError, match="another cluster or other nodes"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), []).check()
+        FaultSession(replace(found.site, nodes=3), []).check()
 
 
 class Quiet:

@@ -32,7 +32,6 @@ from relayrun.submit import policies, submission
 from relayrun.submit.check import existing_run
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.train.mirror import sync
-from relayrun.train.mirror.destination import MirrorDestination
 from relayrun.trust import UntrustedError
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
@@ -282,7 +281,7 @@ def test_the_copies_of_a_lost_run_directory_are_refused_until_they_are_taken_ove
     submission.submit_run(wanted, take_over=True)
     policy = mirror.read_mirror_policy(run)
     assert policy is not None
-    sync.check_owner(run, policy, MirrorDestination(place))  # as a pass does before it copies
+    sync.check_owner(run, policy)  # as a pass does before it copies
     assert mirror_findings(wanted, resume=True) == []
 
 
@@ -291,10 +290,9 @@ def test_a_run_that_begins_anew_does_not_take_copies_over_that_it_would_remove(
 ) -> None:
     """Its own checkpoints of the same iterations take their places, and they are all that is left of the lost run."""
     wanted, place = mirrored
-    found = MirrorDestination(place)
     (place / "iter_0000010").mkdir()
     append_line(place / "copies.jsonl", asdict(CheckpointCopy(name="iter_0000010", iteration=10, time=1.0)))
-    assert list(found.copies()) == ["iter_0000010"]
+    assert list(mirror.read_copies(place)) == ["iter_0000010"]
     with pytest.raises(ConfigError, match="would begin anew") as error:
         submission.submit_run(wanted, take_over=True)
     assert f"relayrun checkpoint restore {place} --to FOLDER" in (error.value.hint or "")

@@ -120,9 +120,9 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     """The run trains on, and removes its oldest ones."""
     read = checksums.hash_checkpoint_file
 
-    def removed(files: checksums.CheckpointFiles, name: str) -> checksums.FileChecksum:
-        files.where.rename(run.path / "removing")
-        return read(files, name)
+    def removed(path: Path) -> checksums.FileChecksum:
+        path.parent.rename(run.path / "removing")
+        return read(path)
 
     monkeypatch.setattr(checksums, "hash_checkpoint_file", removed)
     assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
@@ -144,7 +144,7 @@ def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixtur
 def test_a_file_that_the_disk_does_not_give_is_a_fault(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(_files: object, _name: str) -> checksums.FileChecksum:
+    def unreadable(_path: Path) -> checksums.FileChecksum:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checksums, "hash_checkpoint_file", unreadable)

@@ -23,15 +23,15 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
 from relayrun.lab import trial
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import FaultSite, FaultTools
+from relayrun.lab.faults.experiment import FaultSite
 from relayrun.lab.faults.session import FaultSession
-from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.performance import large_run_sections
 from relayrun.lab.gpucheck.runs import checked_config
 from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.lab.site_probe import SiteProbe, write_facts
+from relayrun.terminal import print_rows
 from relayrun.watch.text import json_text
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
@@ -106,14 +106,7 @@ def run_drill(options: argparse.Namespace) -> int:
         for fault in faults:
             print(f"{fault.name}: {fault.what}")
         return 0
-    tools = FaultTools(
-        site=_drill_site(options, cluster),
-        slurm=slurm_scheduler(patience=120),
-        signals=StepSignalSender(slurm_scheduler(patience=30)),
-        queue_seconds=60 * options.queue,
-        tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
-    )
-    drill = FaultSession(tools, faults)
+    drill = FaultSession(_drill_site(options, cluster), faults)
     with drill.locked():
         return _run_session(drill, options)
 
@@ -125,11 +118,19 @@ def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> FaultSi
             raise ConfigError(f"{value} is less than 1", where=name)
     folder = options.directory or places.project_folder() / "logs" / "drill" / cluster["name"]
     check_writable({"--directory": folder}, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
-    return FaultSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
+    return FaultSite(
+        folder=folder.expanduser().absolute(),
+        cluster=cluster,
+        slurm=slurm_scheduler(patience=120),
+        nodes=options.nodes,
+        minutes=options.time,
+        queue_seconds=60 * options.queue,
+        tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
+    )
 
 
 def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
-    tell = drill.tools.tell
+    tell = drill.site.tell
     if options.again:
         drill.forget_results()
     stopped = False
@@ -150,7 +151,7 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     if options.json:
         print(json_text(session.session_as_json(drill)))
     else:
-        session.print_session(drill)
+        print_rows(session.TABLE_COLUMNS, session.table_rows(drill), title=session.session_headline(drill))
     tell(f"{drill.folder / 'drill.md'} says it, too")
     if stopped:
         tell("stopped; the same command goes on behind the rows that are done")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir.checkpoint_records import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -199,6 +199,16 @@ def iterations_held_by_mirror(run: Run) -> set[int]:
     except TypeError as error:
         raise RunDirError(f"unreadable record: {error}", where=mirror_folder(run) / "verified.jsonl") from None
     return found if newest is None else found | {newest}
+
+
+def read_owner(place: Path) -> MirrorOwner | None:
+    """Return the owner of the copies in a second place; None if nobody owns it, or it is away. Raises RunDirError."""
+    return MirrorOwner.read(place / "mirror.json")
+
+
+def copy_fault(place: Path, copy: CheckpointCopy) -> str | None:
+    """Return the fault of a copy as far as names and sizes show; None if it is whole."""
+    return checkpoint_fault(copy.as_commit(place))
 
 
 def read_copies(place: Path) -> dict[str, CheckpointCopy]:

@@ -23,7 +23,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from relayrun.control.rundir.attempt import Attempt, PathIn
 from relayrun.control.rundir.records import ChainEnd, ChainEndState
 from relayrun.errors import RunDirError
 from relayrun.files import path_exists, read_bytes, write_atomic
-from relayrun.leftovers import open_lock
+from relayrun.leftovers import exclusive_lock, open_lock
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
 """Names for readers of a thousand runs: a path as text takes a fraction of the time of a `Path`."""
@@ -198,9 +197,6 @@ def submit_lock(run: Run) -> Iterator[list[Path]]:
             folder.mkdir(0o755 if folder == run.path else 0o777)
         except FileExistsError:  # another submit's
             made.remove(folder)
-    with open(open_lock(run.path / ".submit.lock"), "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError("another submit of this run is under way", where=run.path) from None
+    refusal = RunDirError("another submit of this run is under way", where=run.path)
+    with exclusive_lock(open_lock(run.path / ".submit.lock"), refusal):
         yield made

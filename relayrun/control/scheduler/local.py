@@ -10,7 +10,6 @@ beside it, one at a time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from relayrun.control.scheduler.base import (
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
-from relayrun.leftovers import open_lock
+from relayrun.leftovers import exclusive_lock, open_lock
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
@@ -187,12 +186,8 @@ class LocalScheduler(Scheduler):
         queue.
         """
         self._queue.folder.mkdir(parents=True, exist_ok=True)
-        with open(open_lock(self._queue.folder / "runner.lock"), "wb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                words = "this run's jobs are being run by another terminal"
-                raise SchedulerError(words, where=self._queue.folder) from None
+        refusal = SchedulerError("this run's jobs are being run by another terminal", where=self._queue.folder)
+        with exclusive_lock(open_lock(self._queue.folder / "runner.lock"), refusal):
             self._patiently("ended jobs are not recorded", self._bury_orphans, on_event)
             auxiliary = AuxiliaryJobs(self._queue, on_event)
 

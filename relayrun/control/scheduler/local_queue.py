@@ -17,7 +17,7 @@ from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
 from relayrun.files import writable_by_owner_alone
-from relayrun.leftovers import open_lock
+from relayrun.leftovers import is_locked, open_lock
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -96,14 +96,7 @@ class LocalQueue:
 
     def is_being_run(self) -> bool:
         """Return whether a process runs the queue now."""
-        try:
-            with open(open_lock(f"{self.folder}/runner.lock", os.O_RDONLY), "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
+        return is_locked(f"{self.folder}/runner.lock")
 
     def path(self, job_id: str) -> Path:
         return self.folder / f"job-{int(job_id):04}.json"

@@ -21,11 +21,7 @@ from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerEr
 from relayrun.files import last_bytes
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults.table import UNDISTURBED, Fault
-from relayrun.lab.faults.target import (
-    ClusterUnderTest,
-    FaultNotInjected,
-    SignalSender,
-)
+from relayrun.lab.faults.target import ClusterUnderTest, FaultNotInjected
 from relayrun.lab.small_run import random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
@@ -46,12 +42,14 @@ CONTROLLER_AWAY_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class FaultSite:
-    """A cluster, and a folder on a file system of all its nodes."""
+    """A cluster, a folder on a file system of all its nodes, and the time limits of a drill there."""
 
     folder: Path
     """Contains `runs`, `configs` and `data`."""
     cluster: Mapping[str, Any]
     """Section `cluster` of the run configs: the site's file."""
+    slurm: Slurm
+    target: Callable[..., ClusterUnderTest] = ClusterUnderTest
     nodes: int = 2
     minutes: int = 10
     """Time limit of a job."""
@@ -59,6 +57,12 @@ class FaultSite:
     """Minimum duration of a step, so that a fault reaches the nodes while training runs."""
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings of every run config, by section."""
+    queue_seconds: float = 3600.0
+    patience: float = WAIT_FACTOR
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment of the submit."""
+    tell: Callable[[str], None] = print
+    """Prints a line for the user."""
 
     @property
     def ranks(self) -> int:
@@ -87,22 +91,6 @@ class FaultSite:
         return write_config(
             self.folder, run_config_values(self.folder, "drill", name, COMMON_SETTINGS, common, *changes)
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultTools:
-    """Site, scheduler and access rights of a drill."""
-
-    site: FaultSite
-    slurm: Slurm
-    signals: SignalSender
-    target: Callable[..., ClusterUnderTest] = ClusterUnderTest
-    queue_seconds: float = 3600.0
-    patience: float = WAIT_FACTOR
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Environment of the submit."""
-    tell: Callable[[str], None] = print
-    """Prints a line for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,21 +124,22 @@ class FaultResult(Record):
     job_ids: list[str] = field(default_factory=list)
 
 
-def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
+def run_fault(site: FaultSite, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
-    site, begin = tools.site, time.time()
-    run = site.run(fault.name)
+    begin, run = time.time(), site.run(fault.name)
     config = site.write_config(fault.name, fault)
-    target = tools.target(
+    target = site.target(
         run=run,
-        slurm=tools.slurm,
-        signals=tools.signals,
-        patience=tools.patience,
-        queue_seconds=tools.queue_seconds,
+        slurm=site.slurm,
+        patience=site.patience,
+        queue_seconds=site.queue_seconds,
     )
     failed = ""
     try:
-        submit_run_config(config, tools.environment)
+        submit = start_submit(config, env=site.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        error = submit.communicate()[1]
+        if submit.returncode != 0:
+            raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
         target.wait_begin()
         fault.act(target)
         wait_for_end(target)
@@ -158,16 +147,8 @@ def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
         failed = str(error)
     finally:
         if run.plan.exists() and may_still_run(target):
-            tools.tell(f"{fault.name}: {cancel_chain(run, tools.slurm, user='the drill')}")
-    return _fault_result(tools, run, fault, begin, failed)
-
-
-def submit_run_config(config: Path, environment: dict[str, str]) -> None:
-    """Submit a run config with this environment, as a user does. Raises ConfigError with the submit's error."""
-    submit = start_submit(config, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    error = submit.communicate()[1]
-    if submit.returncode != 0:
-        raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
+            site.tell(f"{fault.name}: {cancel_chain(run, site.slurm, user='the drill')}")
+    return _fault_result(site, run, fault, begin, failed)
 
 
 def wait_for_end(target: ClusterUnderTest) -> None:
@@ -195,7 +176,7 @@ def may_still_run(target: ClusterUnderTest) -> bool:
     return True
 
 
-def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
+def _fault_result(site: FaultSite, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
     starts = [start for number in run.attempt_numbers() if (start := run.attempt(number).read_begin())]
     ends = [run.attempt(start.attempt).read_end() for start in starts]
     causes = [end.cause if end else "none" for end in ends]
@@ -205,7 +186,7 @@ def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, faile
     if run.plan.exists():
         wrong += _table_differences(run, fault, causes, said)
         if fault.expect == "resumed":
-            reference = tools.site.run(UNDISTURBED.name)
+            reference = site.run(UNDISTURBED.name)
             different = loss_differences(run, reference, RUN_STEPS)
             different += checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))[1]
             same = not different

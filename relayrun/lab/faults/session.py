@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from relayrun.config.compose import resolve
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
-from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
+from relayrun.lab.faults.experiment import FaultResult, FaultSite, run_fault
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
+from relayrun.leftovers import exclusive_lock, open_lock
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.terminal import parse_column_header, print_rows
+from relayrun.terminal import parse_column_header
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
@@ -54,10 +54,9 @@ def select_faults(names: str) -> list[Fault]:
 class FaultSession:
     """A drill in a folder."""
 
-    def __init__(self, tools: FaultTools, faults: Sequence[Fault]) -> None:
-        self.tools = tools
-        self.site = tools.site
-        self.folder = tools.site.folder
+    def __init__(self, site: FaultSite, faults: Sequence[Fault]) -> None:
+        self.site = site
+        self.folder = site.folder
         self.faults = list(faults)
 
     def result(self, name: str) -> FaultResult | None:
@@ -88,7 +87,7 @@ class FaultSession:
 
     def check(self) -> None:
         """Raise the errors of a submit before anything is queued; ConfigError for too few nodes or ranks."""
-        known = len(self.tools.slurm.nodes.all_nodes())
+        known = len(self.site.slurm.nodes.all_nodes())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
         if self.site.ranks < 2:
@@ -115,11 +114,11 @@ class FaultSession:
 
     def run_pending(self) -> None:
         """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
-        tell = self.tools.tell
+        tell = self.site.tell
         for name in self.pending_tests():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
-            result = run_fault(self.tools, TESTS[name])
+            result = run_fault(self.site, TESTS[name])
             result.write(self.folder / "results" / f"{name}.json")
             tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
             if name == UNDISTURBED.name and not result.passed:
@@ -132,20 +131,15 @@ class FaultSession:
         run = self.site.run(name)
         if run.plan.exists():
             if not run.stop.exists():
-                said = cancel_chain(run, self.tools.slurm, user="the drill")
-                self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
+                said = cancel_chain(run, self.site.slurm, user="the drill")
+                self.site.tell(f"{name}: left by a drill that was stopped: {said}")
             _rename_aside(run.path, "stopped")
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from doing tests in this folder. Raises InputError if one does."""
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as lock:
-            try:
-                flock(lock, LOCK_EX | LOCK_NB)
-            except BlockingIOError:
-                raise InputError("another drill is at work here", where=self.folder) from None
-            yield
+        refusal = InputError("another drill is at work here", where=self.folder)
+        return exclusive_lock(open_lock(self.folder / "lock"), refusal)
 
 
 def _rename_aside(path: Path, suffix: str) -> None:
@@ -169,10 +163,6 @@ def session_as_json(session: FaultSession) -> dict[str, Any]:
         "rows": [asdict(result) for result in session.results()],
         "not_done": session.pending_tests(),
     }
-
-
-def print_session(session: FaultSession) -> None:
-    print_rows(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 
 def markdown_report(session: FaultSession) -> str:

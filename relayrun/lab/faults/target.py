@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -32,7 +31,6 @@ class ClusterUnderTest:
 
     run: Run
     slurm: Slurm
-    signals: SignalSender
     patience: float = 1.0
     """Factor on the seconds of waits."""
     queue_seconds: float = 3600.0
@@ -74,9 +72,20 @@ class ClusterUnderTest:
         if not holds:
             raise FaultNotInjected(words, where=self.run.path)
 
+    def send_signal(self, job_id: str, role: str, number: signal.Signals, only: Sequence[int]) -> list[str]:
+        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones. It is a
+        job step beside the ranks, which the owner of the job may start. Raises SchedulerError."""
+        job = self.slurm.query(job_id)
+        if job is None:
+            raise SchedulerError(f"Slurm does not know job {job_id} any more")
+        program = [Plan.load(self.run).host_python, str(Path(processes.__file__).resolve())]
+        arguments = [str(self.run.path), job_id, role, number.name, *map(str, only)]
+        said = self.slurm.run_beside(job_id, [*program, *arguments], nodes=1 if role != "rank" else job.num_nodes)
+        return [line.rpartition(" ")[0] for line in said.splitlines()]
+
     def signal(self, role: str, number: signal.Signals, *only: int) -> None:
         """Signal the running job's `rank`s (all, or those in `only`), `batch` script or supervisor's `watch`."""
-        reached = self.signals.signal(self.run, self.job_id(), role, number, only)
+        reached = self.send_signal(self.job_id(), role, number, only)
         names = " ".join(map(str, [role, *only]))
         self.require(reached, f"{names}: no such process was found on the nodes of the job")
 
@@ -137,27 +146,3 @@ class ClusterUnderTest:
         except SchedulerError:
             return False
         return states == {"PENDING"}
-
-
-class SignalSender(Protocol):
-    """Sends signals to the processes of a job."""
-
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones. Raises
-        SchedulerError if the job cannot be reached."""
-
-
-class StepSignalSender:
-    """Signals through a job step beside the ranks, which the owner of the job may start."""
-
-    def __init__(self, slurm: Slurm) -> None:
-        self._slurm = slurm
-
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        job = self._slurm.query(job_id)
-        if job is None:
-            raise SchedulerError(f"Slurm does not know job {job_id} any more")
-        program = [Plan.load(run).host_python, str(Path(processes.__file__).resolve())]
-        arguments = [str(run.path), job_id, role, number.name, *map(str, only)]
-        said = self._slurm.run_beside(job_id, [*program, *arguments], nodes=1 if role != "rank" else job.num_nodes)
-        return [line.rpartition(" ")[0] for line in said.splitlines()]

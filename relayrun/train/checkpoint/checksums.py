@@ -27,7 +27,7 @@ import xxhash
 
 from relayrun.control.rundir import checkpoint_records
 from relayrun.errors import InputError
-from relayrun.files import file_sizes, open_for_reading, write_atomic
+from relayrun.files import open_for_reading, write_atomic
 from relayrun.progress import count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 
@@ -39,25 +39,6 @@ PIECE_SUFFIXES = (".distcp", ".metadata", ".checksums.jsonl")
 
 class DamagedCheckpoint(InputError):
     """A checkpoint does not hold the bytes that were saved."""
-
-
-@dataclass(frozen=True)
-class CheckpointFiles:
-    """Files of a checkpoint in a local folder; a checkpoint that is a single file has the name `.`."""
-
-    where: Path
-
-    def names(self) -> list[str]:
-        return os.listdir(self.where)
-
-    def size(self, name: str) -> int:
-        return os.stat(self.where / name).st_size
-
-    def sizes(self) -> dict[str, int]:
-        return file_sizes(self.where)
-
-    def open(self, name: str) -> BinaryIO:
-        return open(open_for_reading(self.where / name)[0], "rb")  # a pipe is refused: its reader would wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +113,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = hash_checkpoint_file(CheckpointFiles(folder), name)
+            known[name] = hash_checkpoint_file(path)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
@@ -147,7 +128,7 @@ class Checksums:
     def __init__(self, folder: Path, root: str | None) -> None:
         """Read checksums.json, and check the size of every file that it names. `root`: hash from the commit; None for a
         checkpoint without a commit. Raises DamagedCheckpoint."""
-        self._in, self.folder = CheckpointFiles(folder), folder
+        self.folder = folder
         data = self._bytes(CHECKSUM_INDEX)
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
             raise DamagedCheckpoint(f"{CHECKSUM_INDEX} is not the one that was saved", where=self.folder)
@@ -185,7 +166,7 @@ class Checksums:
             yield from self._blocks_in(name).values()
 
     def _bytes(self, name: str) -> bytes:
-        with _no_file_is_damage(name, self.folder), self._in.open(name) as file:
+        with _no_file_is_damage(name, self.folder), open_checkpoint_file(self.folder / name) as file:
             return file.read()
 
     def _blocks_in(self, name: str) -> dict[tuple[str, int], ChecksumBlock]:
@@ -203,10 +184,10 @@ class Checksums:
     def _look_for_files(self) -> None:
         for name, known in self.files.items():
             with _no_file_is_damage(name, self.folder):
-                size = self._in.size(name)
+                size = os.stat(self.folder / name).st_size
             if size != known.bytes:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
-        for name in self._in.names():
+        for name in os.listdir(self.folder):
             if name.endswith(PIECE_SUFFIXES) and name not in self.files and name != CHECKSUM_INDEX:
                 raise DamagedCheckpoint(f"{name} does not belong to it", where=self.folder)
 
@@ -217,8 +198,7 @@ def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
-        if not missing and not isinstance(error, FileNotFoundError):  # errors of an object store have no errno
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL):
             raise
         raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
 
@@ -236,16 +216,19 @@ def committed_checksum(folder: Path | str) -> str | None:
     return None if commit is None else commit.checksum
 
 
-def hash_checkpoint_file(files: CheckpointFiles, name: str) -> FileChecksum:
+def open_checkpoint_file(path: Path) -> BinaryIO:
+    return open(open_for_reading(path)[0], "rb")  # a pipe is refused: its reader would wait
+
+
+def hash_checkpoint_file(path: Path) -> FileChecksum:
     """Return size and hash of a file of a checkpoint, read in pieces. Raises OSError."""
-    with files.open(name) as file:
-        return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
+    with open_checkpoint_file(path) as file:
+        return FileChecksum(bytes=os.stat(path).st_size, xxh3_128=open_file_checksum(file))
 
 
 def verify_checkpoint(folder: Path, root: str | None) -> tuple[int, list[str]]:
     """Read back a checkpoint with checksums in full. Returns the bytes read, and a line for each faulty block or file.
     Memory holds one block."""
-    files = CheckpointFiles(folder)
     try:
         sums = Checksums(folder, root)
         blocks = list(sums.blocks())
@@ -256,7 +239,7 @@ def verify_checkpoint(folder: Path, root: str | None) -> tuple[int, list[str]]:
     for name, known in sums.files.items():
         if known.blocks is None:
             try:
-                found = hash_checkpoint_file(files, name)
+                found = hash_checkpoint_file(folder / name)
             except OSError as error:
                 faults.append(f"{name} cannot be read: {error.strerror or error}")
                 continue
@@ -265,7 +248,7 @@ def verify_checkpoint(folder: Path, root: str | None) -> tuple[int, list[str]]:
                 faults.append(f"{name} is not the one that was saved")
     ends: dict[str, int] = {}
     for name, of_file in itertools.groupby(blocks, key=lambda block: block.file):
-        read += _verify_blocks(files, name, list(of_file), ends, faults)
+        read += _verify_blocks(folder, name, list(of_file), ends, faults)
     for name, known in sums.files.items():
         if known.blocks is not None and ends.get(name, 0) != known.bytes:
             faults.append(f"{name} has bytes without a hash behind byte {ends.get(name, 0)}")
@@ -273,7 +256,7 @@ def verify_checkpoint(folder: Path, root: str | None) -> tuple[int, list[str]]:
 
 
 def _verify_blocks(
-    files: CheckpointFiles, name: str, blocks: list[ChecksumBlock], ends: dict[str, int], faults: list[str]
+    folder: Path, name: str, blocks: list[ChecksumBlock], ends: dict[str, int], faults: list[str]
 ) -> int:
     """Read consecutive blocks of one file; return the bytes read. `ends`: end of the last block by file."""
     read = 0
@@ -284,7 +267,7 @@ def _verify_blocks(
                 faults.append(f"{name} has bytes without a hash before byte {block.at}")
             ends[name] = block.at + block.bytes
             try:
-                file = file or stack.enter_context(files.open(name))
+                file = file or stack.enter_context(open_checkpoint_file(folder / name))
                 file.seek(block.at)
                 data = file.read(block.bytes)
             except OSError as error:

@@ -16,17 +16,15 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
-from relayrun.leftovers import rename_no_replace
-from relayrun.train.checkpoint.checksums import CheckpointFiles
+from relayrun.leftovers import exclusive_lock, rename_no_replace
 from relayrun.train.mirror.destination import (
     CopyFailed,
-    MirrorDestination,
     commit_marker,
     copy_faults,
     remove_staged,
     stage_files,
 )
-from relayrun.train.mirror.sync import check_owner, exclusive_lock, mirror_lock, trusted_policy
+from relayrun.train.mirror.sync import check_owner, mirror_lock, trusted_policy
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
@@ -34,8 +32,7 @@ def restore_copy(run: Run, iteration: int | None) -> list[str]:
     copy that counts and whose checkpoint is missing or torn in the run. No job of the run may live. Raises
     RelayrunError if there is no such copy, or every such copy is damaged."""
     policy = trusted_policy(run)
-    place = MirrorDestination(Path(policy.folder))
-    check_owner(run, policy, place)
+    check_owner(run, policy)
     if run.checkpoints.is_symlink() and not run.checkpoints.exists():
         away = os.path.realpath(run.checkpoints)
         raise RunDirError(
@@ -44,11 +41,11 @@ def restore_copy(run: Run, iteration: int | None) -> list[str]:
             hint=f"mount it, or: {shlex.join(['mkdir', '-p', away])}",
         )
     with mirror_lock(run):
-        return _restore(run, iteration, place)
+        return _restore(run, iteration, Path(policy.folder))
 
 
-def _restore(run: Run, iteration: int | None, place: MirrorDestination) -> list[str]:
-    copied = mirror.copies_newest_first(place.copies())
+def _restore(run: Run, iteration: int | None, place: Path) -> list[str]:
+    copied = mirror.copies_newest_first(mirror.read_copies(place))
     line = {commit.iteration: commit for commit in Lineage(run).line()}
     candidates = [copy for copy in copied if copy.iteration in line and copy.is_of(line[copy.iteration])]
     chosen = [copy for copy in candidates if iteration in (None, copy.iteration)]
@@ -57,7 +54,7 @@ def _restore(run: Run, iteration: int | None, place: MirrorDestination) -> list[
     if not chosen:
         what = "no checkpoint of this run" if iteration is None else f"no copy of iteration {iteration}"
         hint = "; ".join([f"copies that count: {have}", *newer])
-        raise InputError(f"the second place has {what} that counts", where=place.where, hint=hint)
+        raise InputError(f"the second place has {what} that counts", where=place, hint=hint)
 
     def put_back(copy: CheckpointCopy) -> str:
         commit = line[copy.iteration]
@@ -92,20 +89,18 @@ def _first_intact(
     return said
 
 
-def _uncounted(
-    place: MirrorDestination, copied: Sequence[CheckpointCopy], counting: Sequence[CheckpointCopy]
-) -> list[str]:
+def _uncounted(place: Path, copied: Sequence[CheckpointCopy], counting: Sequence[CheckpointCopy]) -> list[str]:
     """Return a line about a copy that is newer than every copy in the run's records, or an empty list."""
     if not copied or copied[0].iteration <= (counting[0].iteration if counting else 0):
         return []
     number = copied[0].iteration
     return [
         f"a copy of iteration {number} is there, too, which the run's records do not count: training went back, or "
-        f"they are older than it; `relayrun checkpoint restore {place.where}:{number} --to FOLDER` brings it"
+        f"they are older than it; `relayrun checkpoint restore {place}:{number} --to FOLDER` brings it"
     ]
 
 
-def _put_back(run: Run, place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit) -> str:
+def _put_back(run: Run, place: Path, copy: CheckpointCopy, commit: CheckpointCommit) -> str:
     staged = run.checkpoints / ".staging" / "restore" / copy.name
     _fetch(place, copy, commit, staged)
     final = Path(commit.path)
@@ -127,13 +122,13 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder of the run's
     copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
     Raises RelayrunError if there is no such copy, or every such copy is damaged."""
-    place = MirrorDestination(Path(where))
-    copied = mirror.copies_newest_first(place.copies())
+    place = Path(where)
+    copied = mirror.copies_newest_first(mirror.read_copies(place))
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
     if not chosen:
         have = ", ".join(str(copy.iteration) for copy in reversed(copied)) or "none"
         what = "there is no copy" + ("" if iteration is None else f" of iteration {iteration}")
-        found = (path for deep in ("*", "*/*") for path in Path(where).glob(f"{deep}/copies.jsonl"))
+        found = (path for deep in ("*", "*/*") for path in place.glob(f"{deep}/copies.jsonl"))
         hint = "; ".join([f"copies: {have}", *(f"did you mean {path.parent}?" for path in found)])
         raise InputError(what, where=where, hint=hint)
     target.mkdir(parents=True, exist_ok=True)
@@ -142,10 +137,10 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     def fetch(copy: CheckpointCopy) -> str:
         final = target / copy.name
         if not os.path.lexists(final):
-            _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
+            _fetch(place, copy, copy.as_commit(place), staging / copy.name)
             _name(staging / copy.name, final)
             said = _restored(copy, final)
-        elif not copy_faults(CheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
+        elif not copy_faults(final, copy.as_commit(place), hashes=copy.hashes)[0]:
             remove_staged(staging / copy.name)  # of a call that was killed just then
             said = f"iteration {copy.iteration} is there already, verified: {final}"
         else:
@@ -155,19 +150,18 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
         return said
 
     refusal = InputError("another process restores into this folder now", where=target)
-    with exclusive_lock(target, os.O_RDONLY, refusal):
+    with exclusive_lock(os.open(target, os.O_RDONLY), refusal, optional=True):
         return _first_intact(chosen, copied, fetch)
 
 
-def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit, staged: Path) -> None:
+def _fetch(place: Path, copy: CheckpointCopy, commit: CheckpointCommit, staged: Path) -> None:
     """Bring a copy into a folder, on from the remains of an earlier try, and verify it. Raises CopyFailed if the copy
     is damaged, RunDirError if the folder cannot be written: no other copy helps then."""
-    source = place.files(copy)
     try:
         # the remains may be torn themselves: then all is brought once more before the copy is blamed
         for _ in range(1 + os.path.lexists(staged)):
-            stage_files(source, copy.as_commit(place.where), staged)
-            found = copy_faults(CheckpointFiles(staged), commit, hashes=copy.hashes)[0]
+            stage_files(place / copy.name, copy.as_commit(place), staged)
+            found = copy_faults(staged, commit, hashes=copy.hashes)[0]
             if not found:
                 return
             remove_staged(staged)
@@ -175,7 +169,7 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
         why = f"{error.filename or staged}: {error.strerror or error}"
         hint = "make room, or mend it; the same command goes on where it was"
         raise RunDirError(f"iteration {copy.iteration} cannot be put there: {why}", where=staged, hint=hint) from None
-    raise CopyFailed(f"the copy of iteration {copy.iteration} is damaged: {found[0]}", where=source.where)
+    raise CopyFailed(f"the copy of iteration {copy.iteration} is damaged: {found[0]}", where=place / copy.name)
 
 
 def _name(staged: Path, final: Path) -> None:

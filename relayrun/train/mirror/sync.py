@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,14 +18,9 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
-from relayrun.leftovers import try_lock
-from relayrun.train.mirror.destination import (
-    CopyFailed,
-    MirrorDestination,
-    copy_faults,
-    copy_name,
-    source_faults,
-)
+from relayrun.leftovers import exclusive_lock, open_lock, remove_leftovers
+from relayrun.train.mirror import destination
+from relayrun.train.mirror.destination import CopyFailed, copy_faults, copy_name, source_faults
 
 COPY_TRIES = 2
 """Tries to copy a checkpoint in one pass; then it is left for the next pass."""
@@ -86,12 +80,12 @@ class _MirrorPass:
     def __init__(self, run: Run, policy: MirrorPolicy) -> None:
         self._run = run
         self._policy = policy
-        self._place = MirrorDestination(Path(policy.folder))
+        self._place = Path(policy.folder)
         self.done = MirrorPassResult()
         self._ended = False
 
     def all(self, *, verify: bool) -> None:
-        _open_destination(self._run, self._policy, self._place)
+        _open_destination(self._run, self._policy)
         mirror.write_copy_in_progress(self._run, None, now=time.time())  # of a pass that was killed
         self._tidy()
         self._look_at_copies(verify=verify)
@@ -118,9 +112,10 @@ class _MirrorPass:
                 good_time = before.time if before.complaint is None else before.good_time
                 last = replace(last, iteration=before.iteration, copies=before.copies, good_time=good_time)
             last = replace(last, behind=len(self._missing()))
-            if self._place.owner() is not None:
-                every = mirror.copies_newest_first(self._place.copies())
-                whole = (copy.iteration for copy in self._counting(every) if self._place.fault(copy) is None)
+            if mirror.read_owner(self._place) is not None:
+                every = mirror.copies_newest_first(mirror.read_copies(self._place))
+                counting = self._counting(every)
+                whole = (copy.iteration for copy in counting if mirror.copy_fault(self._place, copy) is None)
                 last = replace(last, iteration=next(whole, None), copies=len(every), seen=True)
         if complaint is None:
             last = replace(last, good_time=now)
@@ -134,7 +129,7 @@ class _MirrorPass:
 
     def _missing(self) -> list[CheckpointCommit]:
         """Return whole checkpoints that are still to be copied, newest first."""
-        line, copied = self._line(), self._place.copies()
+        line, copied = self._line(), mirror.read_copies(self._place)
         whole = {name: commit for name, commit in line.items() if checkpoint_records.checkpoint_fault(commit) is None}
         there = {copy.iteration for name, copy in copied.items() if name in line and copy.is_of(line[name])}
         wanted = self._kept({commit.iteration for commit in whole.values()} | there)
@@ -147,20 +142,23 @@ class _MirrorPass:
 
     def _copy(self, commit: CheckpointCommit) -> None:
         """Copy a checkpoint, verify the copy and claim it. Raises CopyFailed, and OSError if the place fails."""
-        began = time.monotonic()
+        began, name = time.monotonic(), copy_name(commit)
+        staged, final = self._place / ".staging" / name, self._place / name
         for number in range(1, COPY_TRIES + 1):
-            files = self._place.stage(commit)
-            found, hashes = copy_faults(files, commit)
+            if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
+                os.rename(final, staged)
+            destination.stage_files(Path(commit.path), commit, staged)
+            found, hashes = copy_faults(staged, commit)
             if not found:
                 break
-            self._place.unstage(commit)
+            destination.remove_staged(staged)
             if known := source_faults(commit):
                 raise CopyFailed(f"it is damaged: {known[0]}", where=commit.path, hint="verify it, and those before it")
             if number == COPY_TRIES:
                 what = f"its copy is not what was saved, {COPY_TRIES} times: {found[0]}"
-                raise CopyFailed(what, where=files.where)
+                raise CopyFailed(what, where=staged)
         copy = CheckpointCopy(
-            name=copy_name(commit),
+            name=name,
             iteration=commit.iteration,
             files=commit.files,
             checksum=commit.checksum,
@@ -168,7 +166,7 @@ class _MirrorPass:
             saved=commit.time,
             time=time.time(),
         )
-        self._place.publish(copy)
+        destination.publish(self._place, copy)
         mirror.record_verified(self._run, commit, now=time.time())
         size = sum(commit.files.values())
         self.done.lines.append(
@@ -179,32 +177,29 @@ class _MirrorPass:
     def _look_at_copies(self, *, verify: bool) -> None:
         """Withdraw damaged copies, and copies of iterations that were computed again."""
         line = self._line()
-        for name, copy in self._place.copies().items():
-            why = self._place.fault(copy)
+        for name, copy in mirror.read_copies(self._place).items():
+            why = mirror.copy_fault(self._place, copy)
             if why is None and verify:
-                found, _ = copy_faults(self._place.files(copy), copy.as_commit(self._place.where), hashes=copy.hashes)
+                found, _ = copy_faults(self._place / name, copy.as_commit(self._place), hashes=copy.hashes)
                 why = found[0] if found else None
                 self.done.lines += [f"verified iteration {copy.iteration}"] * (why is None)
             if why is not None:
-                self._place.take_back(copy, why)
                 self.done.complaints.append(f"the copy of iteration {copy.iteration} is damaged: {why}")
-                self._place.set_aside(copy)
+                destination.withdraw(self._place, copy, why, to=".damaged")
             elif name in line and not copy.is_of(line[name]):  # training went back and saved it anew
-                self._place.take_back(copy, "the iteration was computed again")
-                self._place.remove(name)
+                destination.withdraw(self._place, copy, "the iteration was computed again")
 
     def _remove(self) -> None:
         """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole. Copies
         that no longer count after a rollback stay until the copies that count are beyond them."""
-        every = mirror.copies_newest_first(self._place.copies())
+        every = mirror.copies_newest_first(mirror.read_copies(self._place))
         counting = self._counting(every)
-        if not counting or self._place.fault(counting[0]) is not None:
+        if not counting or mirror.copy_fault(self._place, counting[0]) is not None:
             return
         stays = self._kept({copy.iteration for copy in counting}) | {counting[0].iteration}
         for copy in every:
             if copy.iteration not in stays if copy in counting else copy.iteration < counting[0].iteration:
-                self._place.take_back(copy, "newer ones are kept")
-                self._place.remove(copy.name)
+                destination.withdraw(self._place, copy, "newer ones are kept")
                 self.done.lines.append(f"removed iteration {copy.iteration}")
         self._tidy()
 
@@ -214,33 +209,39 @@ class _MirrorPass:
         return [copy for copy in copies if copy.name in line and copy.is_of(line[copy.name])]
 
     def _tidy(self) -> None:
-        self._place.tidy(set(self._line()), {copy_name(commit) for commit in self._missing()})
+        destination.tidy(self._place, set(self._line()), {copy_name(commit) for commit in self._missing()})
 
 
-def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
+def _open_destination(run: Run, policy: MirrorPolicy) -> None:
     """Make the second place this run's. Raises RelayrunError if it belongs to another run, or is away."""
-    last = mirror.read_last_pass(run)
-    if last is not None and (last.copies or last.iteration is not None) and place.owner() is None:
+    last, place = mirror.read_last_pass(run), Path(policy.folder)
+    if last is not None and (last.copies or last.iteration is not None) and mirror.read_owner(place) is None:
         what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
         raise RunDirError(
             f"the second place is away, or was emptied: {what} there",
-            where=place.where,
+            where=place,
             hint=f"mount it again; to begin anew, remove {mirror.mirror_folder(run) / 'last.json'}",
         )
-    check_owner(run, policy, place)
-    place.prepare(MirrorOwner(id=policy.id, run=str(run.path)))
+    check_owner(run, policy)
+    if not place.parents[1].is_dir():
+        raise RunDirError("there is no such folder", where=place.parents[1], hint="make it, or mount it")
+    place.mkdir(parents=True, exist_ok=True)
+    destination.refuse_place_of_others(place)
+    (place / ".staging").mkdir(exist_ok=True)
+    remove_leftovers(place)
+    MirrorOwner(id=policy.id, run=str(run.path)).write(place / "mirror.json")
 
 
-def check_owner(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
-    """Raise RunDirError if the copies that lie there belong to another run."""
-    owner = place.owner()
+def check_owner(run: Run, policy: MirrorPolicy) -> None:
+    """Raise RunDirError if the copies in the second place belong to another run."""
+    owner = mirror.read_owner(Path(policy.folder))
     if owner is None:
         return
     elsewhere = owner.run != str(run.path) and is_still_mirrored(Run(Path(owner.run)), owner.id)
     if owner.id != policy.id or elsewhere:
         raise RunDirError(
             f"this place holds the copies of another run, {owner.run}",
-            where=place.where,
+            where=policy.folder,
             hint="set checkpoint.mirror.path to another place",
         )
 
@@ -253,21 +254,11 @@ def is_still_mirrored(run: Run, name: str) -> bool:
     return False
 
 
-def mirror_lock(run: Run) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def mirror_lock(run: Run) -> Iterator[None]:
     """Exclude other processes from copying or restoring checkpoints of the run. Raises RunDirError if one does."""
     refusal = RunDirError("another process copies the checkpoints of this run now", where=run.path)
-    return exclusive_lock(mirror.mirror_folder(run) / "lock", os.O_WRONLY | os.O_CREAT, refusal)
-
-
-@contextlib.contextmanager
-def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[None]:
-    """Hold the lock of a file or folder, opened with `flags`. Raises `refusal` if another process holds it."""
-    held = os.open(path, flags, 0o666)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks; all copies are verified anyway
-            if not try_lock(held):
-                raise refusal
-        with on_interrupt(lambda: "what is copied is kept; the same command goes on"):
-            yield
-    finally:
-        os.close(held)
+    # without locks: all copies are verified anyway
+    lock = exclusive_lock(open_lock(mirror.mirror_folder(run) / "lock"), refusal, optional=True)
+    with lock, on_interrupt(lambda: "what is copied is kept; the same command goes on"):
+        yield

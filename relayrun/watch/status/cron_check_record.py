@@ -9,7 +9,6 @@ USER owns the checked runs; several users can check one folder. Uses the standar
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError, user_name
 from relayrun.files import RealPathCache
-from relayrun.leftovers import open_lock
+from relayrun.leftovers import open_lock, try_lock
 
 _cached_user_name = functools.cache(user_name)
 MAX_FOLDER_DEPTH = 4
@@ -113,10 +112,8 @@ def hold_lock(path: Path) -> Iterator[tuple[int, bool]]:
     fd = _open_lock(path)
     try:
         mine = True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # without locks on this file system two checks at once write the same notice ids
-            mine = not isinstance(error, BlockingIOError)
+        with contextlib.suppress(OSError):  # without locks two checks at once write the same notice ids
+            mine = try_lock(fd)
         yield fd, mine
     finally:
         os.close(fd)

@@ -8,8 +8,6 @@ time of their jobs, without time in the queue.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, starmap
@@ -28,7 +26,7 @@ from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import read_bytes
-from relayrun.leftovers import open_lock
+from relayrun.leftovers import is_locked
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 
@@ -256,28 +254,12 @@ def run_state(
     if blocked:
         return "blocked"
     starts = not all(slurm_states.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs)
-    if starts or _submit_under_way(run) or campaign.waits_for_campaign(run):
+    if starts or is_locked(run.path / ".submit.lock") or campaign.waits_for_campaign(run):
         return "queued"
     newest = last_end if last_end is not None and last_end.attempt > plan.submitted_after_attempt else None
     if newest is None or plan.chain.auto_requeue or newest.cause not in PLANNED_CAUSES:
         return "failed"
     return "done" if newest.cause == "done" else "stopped"
-
-
-def _submit_under_way(run: Run) -> bool:
-    try:
-        lock = open_lock(f"{run.path}/.submit.lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    finally:
-        os.close(lock)
-    return False
 
 
 def blocked_jobs(run: Run, jobs: Iterable[Job], reasons: Mapping[str, str]) -> list[tuple[str, str]]:
