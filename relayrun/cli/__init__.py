@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
@@ -109,12 +108,6 @@ EXAMPLES = dict.fromkeys(COMMANDS, "my-project/my-run") | {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
-        try:
-            from relayrun.cli.site.completion import complete
-        except ModuleNotFoundError:
-            return 1
-        complete(COMMANDS, lambda asked: _parser(asked, COMMANDS))
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_command(lambda: _run(arguments))
 

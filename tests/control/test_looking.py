@@ -189,13 +189,11 @@ LOOKS = {
     "diff": ["diff", "logs/runs/theirs/ended:1", "logs/runs/theirs/ended:2"],
     "check": ["check", "theirs.yaml"],
     "stages status": ["stages", "status", "logs/runs/theirs/stages"],
-    "completion": ["completion"],
     "sentinel": ["sentinel", "logs/runs"],
     "resume": ["resume", "logs/runs/theirs/ended"],
     "notify send": ["notify", "send", "logs/runs/theirs/ended"],
 }
 """Commands by their names in the test. The last two act, and refuse to."""
-COMPLETION = {"_ARGCOMPLETE": "1", "COMP_LINE": "relayrun submit ", "COMP_POINT": "16"}
 RETURNS = {"why --json": 1, "adopt": 1, "diff": 1, "resume": 1, "notify send": 1}
 
 
@@ -241,8 +239,6 @@ def traced(project: Path, words: list[str], scratch: Path) -> tuple[subprocess.C
         "PYTHONDONTWRITEBYTECODE": "1",
         "WANDB_API_KEY": "0123456789abcdef",
     }
-    if words == ["completion"]:
-        environment |= COMPLETION | {"_ARGCOMPLETE_STDOUT_FILENAME": str(home / "answer")}
     program = ["-c", "import sys; sys.path[0] = sys.argv.pop(1); from relayrun.cli import main; sys.exit(main())"]
     command = ["strace", "-f", "-qq", "--seccomp-bpf", "-s", "300", "-e", f"trace={CALLS}", "-o", str(record)]
     done = subprocess.run(

@@ -165,7 +165,7 @@ def install_lines() -> list[str]:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> NewMachine:
     machine = NewMachine(tmp_path_factory.mktemp("machine"))
     machine.bash("python3 -m venv .venv")
-    machine.packages("train", "tokenize", "evaluate", "fast", "metrics", "notify", "completion")
+    machine.packages("train", "tokenize", "evaluate", "fast", "metrics", "notify")
     return machine
 
 
