@@ -21,11 +21,6 @@ def is_checkout() -> bool:
     return (CODE_ROOT / "launchers" / "lib" / "job.sh").is_file()
 
 
-def is_unpacked() -> bool:
-    """Return whether the code is that of relayrun.pyz: laid out as a checkout, but no project."""
-    return (CODE_ROOT / ".unpacked").exists()
-
-
 def shared_file(name: str) -> Path:
     """Return a file or folder that belongs to the code: `launchers`, `configs` or `scripts`, or something below."""
     return (CODE_ROOT if is_checkout() else CODE_ROOT / "relayrun" / "share") / name
@@ -40,7 +35,8 @@ def project_folder(start: Path | None = None) -> Path:
     if start is not None and (found := nearest_root(start.expanduser().absolute())) is not None:
         return found
     here = Path.cwd()
-    return nearest_root(here) or (CODE_ROOT if is_checkout() and not is_unpacked() else here)
+    of_pyz = (CODE_ROOT / ".unpacked").exists()  # relayrun.pyz is laid out as a checkout, but no project
+    return nearest_root(here) or (CODE_ROOT if is_checkout() and not of_pyz else here)
 
 
 def nearest_root(start: Path) -> Path | None:

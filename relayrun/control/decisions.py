@@ -99,7 +99,9 @@ def why_no_restart(facts: RestartFacts) -> str | None:
         return facts.lost
     if facts.death.repeats:
         return "every start would meet this error"
-    words = failure_signature(facts.death)
+    # anybody sends SIGKILL, and a node that is given up does not come back
+    killed = facts.death.lost or facts.death.code == -signal.SIGKILL
+    words = "" if killed else _without_numbers(facts.death.words)
     if words and any(
         (known.iteration, _without_numbers(known.words)) == (facts.iteration, words) for known in facts.earlier
     ):
@@ -115,12 +117,6 @@ def why_no_restart(facts: RestartFacts) -> str | None:
 def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
     """Return the number of newest restarts that brought no later state to start from."""
     return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
-
-
-def failure_signature(death: Death) -> str:
-    """Return words that identify the same failure, without their numbers. Empty for SIGKILL, which anybody sends, and
-    for a node that is given up: it does not come back."""
-    return "" if death.lost or death.code == -signal.SIGKILL else _without_numbers(death.words)
 
 
 def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:

@@ -19,7 +19,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,9 @@ def _move(source: Path, target: Path) -> None:
     if os.path.lexists(target) and not published:
         raise InputError("something is there already", where=target, hint="name another place")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _no_submit(source):
+    refusal = RunDirError("another process submits or moves this run now", where=source)
+    # without locks what changes meanwhile is found
+    with exclusive_lock(open_lock(source / ".submit.lock"), refusal, optional=True):
         if not published:
             found = list_entries(source)
             _refuse_links(source, found, target)
@@ -316,10 +317,3 @@ def _is_staging_of(staging: Path, source: Path) -> bool:
 
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in read_json_lines(staging / "proven.jsonl")}
-
-
-def _no_submit(source: Path) -> AbstractContextManager[None]:
-    """Keep others from submitting the run meanwhile. Raises RunDirError if somebody does."""
-    refusal = RunDirError("another process submits or moves this run now", where=source)
-    # without locks what changes meanwhile is found
-    return exclusive_lock(open_lock(source / ".submit.lock"), refusal, optional=True)

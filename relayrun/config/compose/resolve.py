@@ -24,7 +24,6 @@ from relayrun.config.compose.schema import (
     CONFIG_CLASSES,
     CommandConfig,
     CommonConfig,
-    DataSection,
     DataSource,
     EvaluationSection,
     JobSection,
@@ -143,7 +142,19 @@ def read_resolved_config(path: Path) -> CommonConfig:
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
     changes: dict[str, Any] = {"run_dir": run_directory(config.run_dir, config.project, config.name, root)}
     if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
-        changes["data"] = _absolute_data(config.data, root)
+        data = config.data
+        changes["data"] = data.model_copy(
+            update={
+                "tokenizer": _absolute_or_name(data.tokenizer, root),
+                "datasets": [_absolute_or_url(folder, root) for folder in data.datasets],
+                "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
+                "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
+                "shard_cache_dir": _absolute(data.shard_cache_dir, root) if data.shard_cache_dir else None,
+                "validation": {
+                    name: [_absolute(folder, root) for folder in folders] for name, folders in data.validation.items()
+                },
+            }
+        )
     if config.evaluation is not None:
         changes["evaluation"] = _absolute_evaluation(config.evaluation, root)
     if isinstance(config, MegatronConfig):
@@ -171,21 +182,6 @@ def _absolute_evaluation(own: EvaluationSection, root: Path) -> EvaluationSectio
     if own.include_path is not None:
         changes["include_path"] = _absolute(own.include_path, root)
     return own.model_copy(update=changes)
-
-
-def _absolute_data(data: DataSection, root: Path) -> DataSection:
-    return data.model_copy(
-        update={
-            "tokenizer": _absolute_or_name(data.tokenizer, root),
-            "datasets": [_absolute_or_url(folder, root) for folder in data.datasets],
-            "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
-            "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
-            "shard_cache_dir": _absolute(data.shard_cache_dir, root) if data.shard_cache_dir else None,
-            "validation": {
-                name: [_absolute(folder, root) for folder in folders] for name, folders in data.validation.items()
-            },
-        }
-    )
 
 
 def _absolute_file(word: str, root: Path) -> str:

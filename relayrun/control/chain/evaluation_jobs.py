@@ -92,7 +92,7 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
 
 
 def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Path, *, time_limit: int) -> None:
-    name = evaluation_job_name(plan, folder)
+    name = f"{plan.job_name}-{folder.path.name}"  # another name than the chain's
     try:
         folder.path.mkdir()
         queued = None
@@ -107,8 +107,3 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
     SubmittedEvaluation(job_id=job_id, time=time.time()).write(folder.submitted)
     folder.not_queued.unlink(missing_ok=True)
     log_line(f"job {job_id} evaluates iteration {folder.iteration}")
-
-
-def evaluation_job_name(plan: Plan, folder: EvaluationDir) -> str:
-    """Return Slurm's name of the evaluation job of a checkpoint; it differs from the name of the chain's jobs."""
-    return f"{plan.job_name}-{folder.path.name}"

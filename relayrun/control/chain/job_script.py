@@ -24,12 +24,14 @@ FALLBACK_GIVE_UP_SECONDS = 60
 
 def job_script(plan: Plan, run: Run) -> str:
     """Return the sbatch script of a run."""
+    wished = plan.sbatch_options
+    asks_for_processors = "cpus-per-gpu" in wished or "cpu" in (wished.get("tres-per-task") or "")
     options: dict[str, str | None] = {
         "job-name": plan.job_name,
         "time": format_time(plan.time_limit),
         "nodes": str(plan.nodes_of_job),
         "ntasks-per-node": str(plan.ntasks_per_node),
-        **({} if names_processors(plan.sbatch_options) else {"cpus-per-task": str(plan.cpus_per_task)}),
+        **({} if asks_for_processors else {"cpus-per-task": str(plan.cpus_per_task)}),
         **plan.sbatch_options,
         # the script opens its log itself: if Slurm cannot open it, the job silently does not start
         "output": "/dev/null",
@@ -64,11 +66,6 @@ def job_script(plan: Plan, run: Run) -> str:
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     )
-
-
-def names_processors(options: Mapping[str, str | None]) -> bool:
-    """Return whether these options ask for processors in a way that sbatch accepts without `--cpus-per-task` alone."""
-    return "cpus-per-gpu" in options or "cpu" in (options.get("tres-per-task") or "")
 
 
 def fallback_script(plan: Plan, run: Run) -> str:

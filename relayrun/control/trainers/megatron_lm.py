@@ -57,14 +57,6 @@ def _flag_names(words: Sequence[str]) -> set[str]:
     return {word.partition("=")[0] for word in words}
 
 
-def nccl_log_variables(folder: Path) -> dict[str, str]:
-    """Return variables that send NCCL's log into a file per process, named by node and process id."""
-    return {
-        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO"),
-        "NCCL_DEBUG_FILE": f"{folder}/nccl-info-hostname-%h-pid-%p.txt",
-    }
-
-
 GIT_SECONDS = 20.0
 """Time limit of a git command: a job's begin waits for it."""
 
@@ -239,7 +231,9 @@ class MegatronTrainer:
     def environment(self, begin: AttemptStart) -> dict[str, str]:
         found = {} if self._settings.dir is None else {"PYTHONPATH": self._settings.dir}
         if self._settings.log_nccl:
-            found |= nccl_log_variables(self._run.debug_of(begin.attempt))
+            found["NCCL_DEBUG"] = os.environ.get("NCCL_DEBUG", "INFO")
+            file = self._run.debug_of(begin.attempt) / "nccl-info-hostname-%h-pid-%p.txt"  # node, process id
+            found["NCCL_DEBUG_FILE"] = str(file)
         return found | tools.wandb_variables(self._run)
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:

@@ -78,10 +78,6 @@ def _promise(what: str, value: str, target: str, met: bool | None) -> CheckRow:
     return CheckRow(what, value, target, _verdict(met), hard=True)
 
 
-def _not_measured(what: str, figures: FigureMap) -> CheckRow:
-    return CheckRow(what, f"not measured: {figures['not_measured']}")
-
-
 def _equality(figures: FigureMap) -> str:
     return "bit for bit" if figures["equal"] else f"differs: {figures['difference']}"
 
@@ -217,7 +213,7 @@ def _variants(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     for name, one in figures.items():
         what = one.get("what", name)
         if "not_measured" in one:
-            yield _not_measured(what, one)
+            yield CheckRow(what, f"not measured: {one['not_measured']}")
             continue
         value, met = f"failed: {one.get('failed')}", False
         if "last_loss" in one:

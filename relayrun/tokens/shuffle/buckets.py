@@ -52,11 +52,6 @@ def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[
     return np.asarray(mixed, np.uint64)
 
 
-def keyed_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of rows while they are moved: with their keys."""
-    return wide_schema(schema).append(_KEY)
-
-
 def keyed_rows(
     files: Iterable[tuple[int, RowFile]],
     column: str,
@@ -161,7 +156,7 @@ class Buckets:
 
     def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
         self._files = [stem.with_suffix(".arrow") for stem in stems]
-        self._schema = keyed_schema(schema)
+        self._schema = wide_schema(schema).append(_KEY)
         segments, bins = [], np.zeros(0, np.int64)
         self.before: list[npt.NDArray[np.float64]] = []
         """Lengths of the texts of every part, in the order of the input."""
@@ -246,10 +241,6 @@ class OutputFormat:
     compression: str
 
 
-def output_file_name(number: int) -> str:
-    return f"data_{number}.parquet"
-
-
 class ShuffleWriter:
     """Writes files of rows into `folder`, and the lengths of their texts into `notes`. For one thread."""
 
@@ -270,7 +261,7 @@ class ShuffleWriter:
 
     def _write(self, number: int, start: int, stop: int, rows: list[int] | None) -> Iterator[None]:
         form, lengths = self._form, LengthProfile()
-        with atomic_file(self._folder / output_file_name(number)) as temporary:
+        with atomic_file(self._folder / f"data_{number}.parquet") as temporary:
             with (
                 pa.OSFile(str(temporary), "wb") as sink,
                 pq.ParquetWriter(sink, form.schema, compression=form.compression) as writer,

@@ -193,7 +193,7 @@ def reshard(options: ReshardOptions) -> int:
             buckets = open_buckets(plan, work)
             with Progress("writing", int(buckets.counts.sum()), "rows"):
                 of_a_file = write_first_file(plan, buckets, building, work)
-                files = count_files(buckets, of_a_file)
+                files = -(-int(buckets.counts.sum()) // of_a_file)
                 write_files(plan, buckets, range(1, files), of_a_file, building, work)
             plan.read.notes["lengths"] = picture_points(buckets, files, work)
         draw_picture(output)
@@ -325,10 +325,6 @@ def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path, work: 
     for _ in ShuffleWriter(buckets, plan.form(buckets), building, work).write_first(rows):
         pass
     return rows[0]
-
-
-def count_files(buckets: Buckets, rows: int) -> int:
-    return -(-int(buckets.counts.sum()) // rows)
 
 
 def write_files(

@@ -48,7 +48,9 @@ def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, b
         "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
     }
     used = {name: _is_used(name, getattr(config.training, name), reason) for name, reason in why_not.items()}
-    compiles = compiles_loss(config, device), compiles_positions(config, device)
+    # else TransformerEngine's kernel rotates queries and keys
+    rotates = config.training.apply_rope_fusion is None and _why_no_rope(config, device) is not None
+    compiles = compiles_loss(config, device), device.type == "cuda" and rotates
     if compiles[1]:
         compiled.compile_rotary_positions()
     if device.type == "cuda" and dist.get_rank() == 0:
@@ -66,13 +68,6 @@ def compiles_loss(config: RunConfig, device: torch.device) -> bool:
         device.type == "cuda"
         and config.training.cross_entropy_loss_fusion is None
         and not config.training.deterministic
-    )
-
-
-def compiles_positions(config: RunConfig, device: torch.device) -> bool:
-    """True if torch compiles the rotation of queries and keys, which TransformerEngine's kernel does otherwise."""
-    return (
-        device.type == "cuda" and config.training.apply_rope_fusion is None and _why_no_rope(config, device) is not None
     )
 
 

@@ -93,12 +93,16 @@ def allocations_table(account: NodeTimeAccount) -> AccountTable:
         )
         for each in account.allocations
     ]
-    columns = ("attempt|n", "job|n", "nodes|n", "ended", "queued|n", "node time|n", *_share_columns())
+    columns = (
+        "attempt|n",
+        "job|n",
+        "nodes|n",
+        "ended",
+        "queued|n",
+        "node time|n",
+        *(f"{name}|n" for name, _ in PART_COLUMNS),
+    )
     return AccountTable("by attempt", columns, rows)
-
-
-def _share_columns() -> list[str]:
-    return [f"{name}|n" for name, _ in PART_COLUMNS]
 
 
 def _part_shares(amounts: Mapping[str, int]) -> list[str]:
