@@ -76,7 +76,7 @@ def test_a_log_folder_that_this_user_cannot_write(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     for parent in tmp_path.parents[:3]:
         if parent.stat().st_uid == os.geteuid():
-            os.chmod(parent, 0o755)
+            os.chmod(parent, parent.stat().st_mode | 0o055)  # one of them may be /tmp
     if os.geteuid():
         folder.chmod(0o555)
     with ordinary_user(), pytest.raises(RelayrunError, match="cannot be written") as error:
