@@ -1,4 +1,4 @@
-"""What the commands do, for programs: submit a run, wait for it, read how it stands, stop it.
+"""Submit, await, read and stop runs from a program, as the commands do.
 
     from relayrun.api import submit
 

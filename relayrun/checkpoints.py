@@ -115,9 +115,8 @@ def newest(root: str | os.PathLike[str]) -> Checkpoint | None:
 def committed(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints that count, newest first. Their bytes are not read."""
     found: list[Checkpoint] = []
-    for index in sorted(
-        Path(root).absolute().glob(f"*/{CHECKSUM_INDEX}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
-    ):
+    indexes = Path(root).absolute().glob(f"*/{CHECKSUM_INDEX}")
+    for index in sorted(indexes, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         step = _step(index.parent)
         if step is not None and (not found or step < found[-1].step):
             found.append(Checkpoint(step, index.parent))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from relayrun.tokens.readers.inputs import DataFile, take_inventory
 from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 
 EOS = "<|endoftext|>"
 
@@ -77,3 +79,16 @@ def taken_files(folder: Path | str, **filters: list[str]) -> list[DataFile]:
     inventory = take_inventory(folder, **filters)
     inventory.refuse()
     return list(inventory.taken)
+
+
+def dump_settings(folder: Path, tokenizer: Path, **others: Any) -> TokenizationSettings:
+    """Settings of dumps whose folders, of metadata, tokens and logs, lie in `folder`."""
+    return TokenizationSettings(
+        tokenizer=str(tokenizer),
+        tokenizer_name="t",
+        dataset_name="d",
+        metadata_folder=str(folder / "meta"),
+        output_folder=str(folder / "tokens"),
+        logs=str(folder / "logs"),
+        **others,
+    )

@@ -20,7 +20,7 @@ _OPTION_LETTERS = """
 """
 SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
 """Options of sbatch by their letters."""
-_SAME = {"tasks-per-node": "ntasks-per-node"}
+_OTHER_NAMES = {"tasks-per-node": "ntasks-per-node"}
 
 _JOB_NUMBERS = {"nodes": "nodes", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
 JOB_WORDS = ("time", "account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
@@ -128,7 +128,7 @@ def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str |
             name, value = SHORT_OPTIONS.get(word[1:2], word), word[2:]
             equals = value
         longer = [each for each in KNOWN_SBATCH_OPTIONS if each.startswith(name)]  # sbatch takes a beginning, too
-        name = _SAME.get(name, longer[0] if len(longer) == 1 else name)
+        name = _OTHER_NAMES.get(name, longer[0] if len(longer) == 1 else name)
         if not equals and words and not words[0].startswith("-"):
             value, *words = words
         if name == "nodes":

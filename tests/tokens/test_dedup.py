@@ -34,6 +34,7 @@ from relayrun.tokens.tokenize.dump_status import dedup_status
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
 from relayrun.tokens.tokenize.steps import build_config
+from tests.killed_calls import KillAtCall
 from tests.tokenization_corpus import train_tokenizer
 from tests.tokens.test_dump_steps import word_tokenizers_missing
 
@@ -290,20 +291,8 @@ def test_finished_tasks_stay_and_other_settings_and_files_are_refused(
 
 def die_at(call: int, place: Place, out: str) -> None:
     """Deduplicate, and be killed at this call of a function that changes files."""
-    calls = 0
-
-    def counted(function: Any) -> Any:
-        def counting(*given: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*given, **options)
-
-        return counting
-
-    for name in ("replace", "fsync", "unlink", "mkdir", "rmdir"):
-        setattr(os, name, counted(getattr(os, name)))
+    kill = KillAtCall(call)
+    kill.count(os, "replace", "fsync", "unlink", "mkdir", "rmdir")
     deduplicate(place.config(out, tasks=2), wait=True)
 
 

@@ -39,6 +39,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from relayrun.tokens.tokenize.steps import build_step, check_steps
 from relayrun.tokens.tokenize.verify import compare_with_source
+from tests.killed_calls import KillAtCall
 from tests.tokenization_corpus import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -410,22 +411,9 @@ assert not [name for name in sys.modules if name.startswith("datatrove")]
 
 def die_at(call: int, place: Workplace, steps: list[Any], out: str) -> None:
     """Run, and be killed at this call of a function that changes files."""
-    calls = 0
-
-    def counted(function: Any) -> Any:
-        def counting(*given: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*given, **options)
-
-        return counting
-
-    for name in ("replace", "fsync", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
-    gzip.GzipFile.write = counted(gzip.GzipFile.write)  # type: ignore[method-assign]
-    gzip.GzipFile.close = counted(gzip.GzipFile.close)  # type: ignore[method-assign]
+    kill = KillAtCall(call)
+    kill.count(os, "replace", "fsync", "unlink")
+    kill.count(gzip.GzipFile, "write", "close")
     place.run(steps, out)
 
 

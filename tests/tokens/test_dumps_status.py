@@ -25,7 +25,7 @@ from relayrun.tokens.tokenize.dump_status import (
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import PROGRESS_FOLDER, STALE_SECONDS, TaskProgress
-from tests.tokenization_corpus import TEXTS, train_tokenizer, write_parquet
+from tests.tokenization_corpus import TEXTS, dump_settings, train_tokenizer, write_parquet
 from tests.waiting import wait_for
 
 
@@ -36,14 +36,7 @@ def settings(tmp_path: Path) -> TokenizationSettings:
     for name, texts in (("a", TEXTS[::-1]), ("b", TEXTS)):
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(texts))
     prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=2)
-    settings = TokenizationSettings(
-        tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
-        tokenizer_name="t",
-        dataset_name="d",
-        metadata_folder=str(tmp_path / "meta"),
-        output_folder=str(tmp_path / "tokens"),
-        logs=str(tmp_path / "logs"),
-    )
+    settings = dump_settings(tmp_path, train_tokenizer(tmp_path / "tok" / "tokenizer.json"))
     prepare_submission(settings)
     return settings
 

@@ -20,7 +20,8 @@ from relayrun.tokens.readers import deal_files, file_ranges
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.deal_files import cut_offsets
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.file_ranges import cut_path, split_range
+from relayrun.tokens.readers.file_ranges import cut_path, file_of_range, split_range
+from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.shards.manifest import TextFileEntry, check_held_out, doubled_texts
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
@@ -158,6 +159,18 @@ def test_small_files_beside_a_large_one_are_dealt_in_order_and_others_as_before(
 
 
 @pytest.mark.slow
+def test_ranges_of_one_file_that_come_into_one_part_are_one_range(folder: Path) -> None:
+    data = folder / "ranges"
+    data.mkdir()
+    for name, rows in (("a", 600), ("b", 2600), ("c", 900), ("d", 900)):
+        (data / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n' * rows)
+    dumps = prepare_dumps(data, folder / "ranges-meta", n_dumps=5)
+    files = [folder / f"ranges-meta/dumps/paths_file_{dump.index}.txt" for dump in dumps]
+    read = [name for file in files for name in read_paths_file(file)]
+    assert [*map(file_of_range, read)].count("b.jsonl") == 2
+    assert sum(len(texts(f"{data}/{name}")) for name in read) == 5000
+
+
 def test_a_file_that_changed_or_grew_is_made_again(folder: Path) -> None:
     name = write_large(folder, "")
     tokenize(folder, name, "out", tasks=4)

@@ -17,12 +17,11 @@ from relayrun.tokens.tokenize.dump_status import read_status, status_table
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.encode.libraries import HuggingFaceEngine
 from relayrun.tokens.tokenize.encode.losses import LossCounter, describe_losses
-from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
 from relayrun.tokens.tokenize.shard_folder import FolderRecord
 from relayrun.tokens.tokenize.verify import verify_dumps
-from tests.tokenization_corpus import train_tokenizer
+from tests.tokenization_corpus import dump_settings, train_tokenizer
 
 WORDS = {"the": 0, "cat": 1, "sat": 2, "<eos>": 3}
 LETTERS = {letter: number for number, letter in enumerate("acehst")} | {"<eos>": 6}
@@ -95,16 +94,7 @@ def test_status_and_verify_tell_what_a_tokenizer_loses(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (data / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["the cat", "a dog", "hat"]))
-    settings = TokenizationSettings(
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        eos_token="<eos>",
-        tokenizer_name="t",
-        dataset_name="d",
-        metadata_folder=str(tmp_path / "meta"),
-        output_folder=str(tmp_path / "tokens"),
-        logs=str(tmp_path / "logs"),
-        workers=1,
-    )
+    settings = dump_settings(tmp_path, tmp_path / "tokenizer.json", eos_token="<eos>", workers=1)
     prepare_dumps(data, settings.metadata_folder)
     for index in prepare_submission(settings):
         tokenize_dump(settings, index)

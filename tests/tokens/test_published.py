@@ -18,7 +18,7 @@ from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from tests.tokenization_corpus import train_tokenizer
+from tests.tokenization_corpus import dump_settings, train_tokenizer
 from tests.tokens.test_inventory import arrow, lines, prepared, write
 
 
@@ -150,15 +150,7 @@ def test_a_download_that_has_not_ended_is_refused(tmp_path: Path) -> None:
 
 
 def settings_of(tmp_path: Path) -> TokenizationSettings:
-    return TokenizationSettings(
-        tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
-        tokenizer_name="t",
-        dataset_name="d",
-        metadata_folder=str(tmp_path / "meta"),
-        output_folder=str(tmp_path / "tokens"),
-        logs=str(tmp_path / "logs"),
-        workers=1,
-    )
+    return dump_settings(tmp_path, train_tokenizer(tmp_path / "tok" / "tokenizer.json"), workers=1)
 
 
 def test_files_without_text_are_named_before_a_job_is_submitted(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from relayrun.tokens.tokenize.dumps import DumpsFolder, merged_prefix, prepare_d
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import FolderRecord
 from relayrun.tokens.tokenize.verify import verify_dumps
-from tests.tokenization_corpus import train_tokenizer
+from tests.tokenization_corpus import dump_settings, train_tokenizer
 
 
 def write(file: Path, *texts: str) -> None:
@@ -36,15 +36,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def settings(tmp_path: Path, data: Path) -> TokenizationSettings:
     """One finished dump of three files, each with a shard."""
-    settings = TokenizationSettings(
-        tokenizer=str(train_tokenizer(tmp_path / "tok" / "tokenizer.json")),
-        tokenizer_name="t",
-        dataset_name="d",
-        metadata_folder=str(tmp_path / "meta"),
-        output_folder=str(tmp_path / "tokens"),
-        logs=str(tmp_path / "logs"),
-        workers=1,
-    )
+    settings = dump_settings(tmp_path, train_tokenizer(tmp_path / "tok" / "tokenizer.json"), workers=1)
     prepare_dumps(data, settings.metadata_folder)
     submit(settings)
     return settings

@@ -58,6 +58,10 @@ def shown_states(run: Run, capsys: pytest.CaptureFixture[str]) -> dict[str, str]
     found["status"] = text["state"].partition(":")[0]
     printed("report", name, "--html", "page.html")
     found["page"] = Path("page.html").read_text(encoding="utf-8").split("<div>state<b>")[1].partition("<")[0]
+    printed("report", name, name, "--html", "page.html")
+    of_two = Path("page.html").read_text(encoding="utf-8").split("<div>state<b>")[1:]
+    assert len(of_two) == 2
+    found["two runs"] = of_two[1].partition("<")[0]
     return found
 
 

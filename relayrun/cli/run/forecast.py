@@ -42,9 +42,8 @@ def run(options: argparse.Namespace) -> int:
         computed = {name: getattr(future, name) for name in ("job_mtbf_hours", "save_interval", "spare_nodes")}
         print(json_text(asdict(future) | computed | {"effective": {name: asdict(one) for name, one in shares.items()}}))
         return 0
-    rows = [
-        (one.words, f"{one.expected:.1%}", f"{one.low:.1%} to {one.high:.1%}", one.source) for one in shares.values()
-    ]
+    every = shares.values()
+    rows = [(one.words, f"{one.expected:.1%}", f"{one.low:.1%} to {one.high:.1%}", one.source) for one in every]
     mtbf, interval = format_seconds(future.job_mtbf_hours * SECONDS_PER_HOUR), format_seconds(future.save_interval)
     rows += [
         ("time between failures of the job", mtbf, "", f"{future.nodes:,} nodes, {future.node_mtbf_hours:,g} h each"),

@@ -1,4 +1,4 @@
-"""What needs many documents at a time: duplicates, and text of evaluations.
+"""Curation across documents: duplicates, and text of evaluations, are removed.
 
     dedup       the stages, task by task, in datatrove's blocks
     dedup_jobs  the stages of a data set on this machine or as Slurm arrays, their memory and their status

@@ -302,7 +302,6 @@ class DedupStages:
             for document in documents:
                 document.metadata.pop(_CLUSTER_SIZE, None)
                 kept.write(_line(document))
-        counts = {
-            name: [int(each.stats[hint].total) for hint in ("total", "forwarded")] for name, each in blocks.items()
-        }
+        hints = "total", "forwarded"
+        counts = {name: [int(each.stats[hint].total) for hint in hints] for name, each in blocks.items()}
         return {"steps": [{"step": name, "in": read, "out": left} for name, (read, left) in counts.items()]}

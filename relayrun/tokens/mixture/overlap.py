@@ -27,7 +27,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What of the first data set stands in the second one."""
+    """The documents and n-grams of one data set that also stand in another."""
 
     documents: int
     """Documents of the first set that were compared."""

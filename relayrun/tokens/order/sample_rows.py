@@ -93,7 +93,7 @@ class RowBatch:
 
 
 class RowMasks:
-    """What the settings of `data` make of rows: the loss mask, positions, documents."""
+    """Computes the loss mask, positions and document lengths of rows, as the settings of `data` ask."""
 
     def __init__(
         self, data: DataSection, *, eod: int | None, counted: npt.NDArray[np.int64] | None, vocabulary_size: int

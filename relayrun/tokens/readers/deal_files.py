@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 from relayrun.errors import RelayrunError
 from relayrun.tokens.readers.file_ranges import cut_path, next_member, range_of_file, split_range
@@ -25,16 +26,22 @@ def deal_in_ranges(dataset: str, files: Sequence[InputFile], tasks: int) -> list
     if not files or max(size for _, size, _ in files) < 2 * share:
         return []
     parts: list[list[str]] = [[] for _ in range(tasks)]
-    place = pieces = 0
+    place = cuts = 0
     for file in files:
         offsets: list[int] = []
         with contextlib.suppress(RelayrunError, OSError):  # the task of the file reports it
             offsets = cut_offsets(join_path(dataset, file[0]), file[1], round(file[1] / share))
+        owners: list[int] = []
         for path in cut_path(file[0], offsets):
-            _, size, _ = range_of_file(file, path)
-            parts[min(tasks - 1, int((place + size / 2) * tasks / total))].append(path)
-            place, pieces = place + size, pieces + 1
-    return [part for part in parts if part] if pieces > len(files) else []
+            size = range_of_file(file, path)[1]
+            owners.append(min(tasks - 1, int((place + size / 2) * tasks / total)))
+            place += size
+        # two ranges in one part are one
+        kept = [offset for offset, (one, other) in zip(offsets, pairwise(owners), strict=True) if one != other]
+        for owner, path in zip(dict.fromkeys(owners), cut_path(file[0], kept), strict=True):
+            parts[owner].append(path)
+        cuts += len(kept)
+    return [part for part in parts if part] if cuts else []
 
 
 def cut_offsets(path: str, size: int, pieces: int) -> list[int]:

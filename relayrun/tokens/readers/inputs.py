@@ -104,9 +104,8 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
     try:
         content = Path(path).read_bytes()
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError(
-            "there is no such paths file", where=path, hint="`relayrun dumps prepare` writes them"
-        ) from None
+        hint = "`relayrun dumps prepare` writes them"
+        raise InputError("there is no such paths file", where=path, hint=hint) from None
     names: dict[str, str] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line:
@@ -117,9 +116,8 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
             hint = "write it from the dataset folder on"
             raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
         if (file := file_of_range(name)) in names:
-            raise InputError(
-                f"this path is listed twice: {printable(file)}", where=where, hint="remove one of the lines"
-            )
+            words = f"this path is listed twice: {printable(file)}"
+            raise InputError(words, where=where, hint="remove one of the lines")
         names[file] = name
     if not names:
         raise InputError("the paths file lists no file", where=path, hint="`relayrun dumps prepare` writes them")

@@ -1,4 +1,4 @@
-"""What publishers write beside data: lists and dataset cards that say which files are held out, and checksums.
+"""Reads what publishers write beside data: lists and dataset cards of held-out files, and checksums.
 
 A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below a URL none of it is read.
 """

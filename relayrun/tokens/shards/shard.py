@@ -91,7 +91,7 @@ class ShardRecords:
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
         self._cuts: dict[str, set[int]] = {}
-        """Where the ranges of raw files that `texts` has found begin and end, by file."""
+        """Begin and end of each range of a raw file that `texts` has found, by file."""
         self._real_path = RealPathCache()
 
     def of(self, prefix: str) -> ShardRecord | None:

@@ -399,9 +399,8 @@ def _text_batches(
 
 def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    paths = [
-        path for path in paths if is_url(path) or os.path.isfile(file_of_range(path))
-    ]  # a pipe can be read only once
+    # a pipe can be read only once
+    paths = [path for path in paths if is_url(path) or os.path.isfile(file_of_range(path))]
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:
