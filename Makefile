@@ -48,7 +48,7 @@ test-long: setup accounting browser ## the tests that take long
 
 # Versions that the machine lacks have a root each, built by scripts/tools/slurm_version.sh.
 SLURM_VERSIONS := 22.05 24.11 26.05
-OWN_SLURM = $(shell PATH="$$PATH:/usr/sbin:/sbin"; slurmctld -V 2>/dev/null | sed -n 's/^slurm-wlm \([0-9]*\.[0-9]*\)\..*/\1/p')
+OWN_SLURM = $(shell PATH="$$PATH:/usr/sbin:/sbin"; slurmctld -V 2>/dev/null | sed -n 's/^slurm[^ ]* \([0-9]*\.[0-9]*\)\..*/\1/p')
 SLURM_VERSION := all
 SLURM_TESTS := $(addprefix tests/slurm/,test_law_slurm.py test_fallback_slurm.py test_fallback_sites_slurm.py \
   test_spare_nodes_slurm.py test_goodput_slurm.py test_free_text.py test_nodes_apart_slurm.py \

@@ -40,9 +40,9 @@ suite() {
   esac
 }
 
-# is_own VERSION: the machine's own Slurm has this version.
+# is_own VERSION: the machine's own Slurm has this version ("slurm 25.11.0" where it is built from SchedMD's sources).
 is_own() {
-  [[ "$(slurmctld -V 2>/dev/null)" == "slurm-wlm $1."* ]]
+  [[ "$(slurmctld -V 2>/dev/null)" =~ ^slurm(-wlm)?" $1." ]]
 }
 
 is_built() {

@@ -53,6 +53,21 @@ def test_a_machine_that_cannot_build_a_root_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "roots").exists()
 
 
+def test_a_slurm_built_from_source_is_the_machines_own_with_the_plugins_beside_it(tmp_path: Path) -> None:
+    daemon, plugin = tmp_path / "slurm/sbin/slurmctld", tmp_path / "slurm/lib/slurm/select_cons_tres.so"
+    for file in (daemon, plugin):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    daemon.write_text("#!/bin/sh\necho slurm 23.11.11\n")
+    daemon.chmod(0o755)
+    path = f"{daemon.parent}:{os.environ['PATH']}"
+    done = asked("run", "23.11", "echo", "runs", roots=tmp_path / "roots", path=path)
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
+    command = ["bash", "-c", f"source {SCRIPT.parent}/lib/slurm.sh; slurm_plugin_dir"]
+    found = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False, timeout=600)
+    assert found.stdout == f"{plugin.parent}\n"
+
+
 def test_usage_names_the_verbs(tmp_path: Path) -> None:
     done = asked(roots=tmp_path)
     assert done.returncode == 2

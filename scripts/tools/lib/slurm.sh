@@ -12,10 +12,11 @@ fail() {
   exit 1
 }
 
-# Prints the folder with Slurm's plugins; status 1 where there is none.
+# Prints the folder with Slurm's plugins, beside the daemons or where distributions put them; status 1 where there is none.
 slurm_plugin_dir() {
-  local file
-  for file in /usr/lib/*/slurm-wlm/select_cons_tres.so /usr/lib/*/slurm/select_cons_tres.so \
+  local file prefix
+  prefix="$(command -v slurmctld)" || return 1
+  for file in "${prefix%/*/*}"/lib{,64}/slurm/select_cons_tres.so /usr/lib/*/slurm-wlm/select_cons_tres.so /usr/lib/*/slurm/select_cons_tres.so \
     /usr/lib{64,}/slurm/select_cons_tres.so /usr/local/lib/slurm/select_cons_tres.so; do
     if [[ -e "$file" ]]; then
       dirname "$file"
