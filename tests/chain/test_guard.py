@@ -66,6 +66,18 @@ def test_a_cancelled_job_stays_cancelled(begun: Stage, guard: pytest.MonkeyPatch
     assert not begun.slurm.pending()
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_guard_on_another_node_does_not_judge_by_the_process_id_of_the_batch_script(
+    begun: Stage, guard: pytest.MonkeyPatch, *, forgotten: bool
+) -> None:
+    guard.setenv("SLURMD_NODENAME", "n1")
+    if forgotten:
+        guard.setattr("relayrun.control.scheduler.slurm.Slurm.query", lambda _self, _job: None)
+    reached = job_ends(begun, guard, script_lives=False, cancelled=True)
+    assert "from n1: this is not the batch host" in reached.output
+    assert not begun.slurm.pending()
+
+
 def test_a_job_whose_attempt_is_closed_is_left_alone(begun: Stage, guard: pytest.MonkeyPatch) -> None:
     begun.run.attempt(4).end.write_text("{}")
     job_ends(begun, guard, script_lives=False, cancelled=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -165,6 +166,22 @@ def test_a_job_that_its_reservation_ended_is_the_last_one(stage: Stage, held: st
     assert {job["state"] for key, job in stage.slurm.jobs().items() if key != "1"} == {"CANCELLED"}
 
 
+def test_a_reservation_whose_end_slurm_does_not_say_does_not_end_the_chain(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.started_record()
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    for job in ("1", *stage.slurm.pending(), *stage.slurm.fallback_jobs()):
+        stage.slurm.set(job, reservation="camp")
+    monkeypatch.setattr(Slurm, "reservation_end", lambda _, __, for_good=False: None)
+    ended(stage)
+    assert stop_reason(stage.run) is None
+    assert len(stage.slurm.pending()) == 1
+
+
 def test_a_successor_that_a_person_moved_out_of_the_reservation_goes_on(stage: Stage) -> None:  # noqa: F811
     assert fresh_begin(stage).code == 0
     attempt = stage.run.attempt(4)
@@ -292,3 +309,17 @@ def test_a_network_or_a_disk_gets_time_to_come_back_and_a_port_does_not(stage: S
     end = stage.run.attempt(4).read_end()
     assert end is not None
     assert end.delay == delay
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (decisions.UNKNOWN_EXIT_CODE, None)])
+def test_a_foreign_program_is_told_how_all_its_ranks_left_if_that_is_known(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    told: int | None,
+) -> None:
+    assert fresh_begin(stage).code == 0
+    attempt, program = stage.run.attempt(4), Mock()
+    monkeypatch.setattr(supervisor, "trainer_of", Mock(return_value=program))
+    supervisor._conclude(stage.run, Plan.load(stage.run), attempt, attempt.started_record(), code)
+    assert program.follow.return_value.conclude.call_args.args == (told,)

@@ -16,7 +16,12 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import factory, local_srun, slurm_commands
 from relayrun.control.scheduler.base import FallbackOrder, Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm, jobs_by_name
-from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
+from relayrun.control.scheduler.slurm_commands import (
+    are_gpus_ambiguous,
+    is_job_text_ambiguous,
+    parse_job,
+    parse_timestamp,
+)
 from relayrun.errors import SchedulerError
 
 LINE = (
@@ -280,6 +285,19 @@ def test_no_text_of_a_persons_becomes_a_field(gpus: str, version: str, output: s
         assert "exclude" not in job.options
     assert not is_job_text_ambiguous(plain)
     assert is_job_text_ambiguous(whole)
+
+
+@pytest.mark.parametrize(
+    ("output", "ambiguous"),
+    [
+        ("/dev/null Power= TresPerNode=gres:gpu:4", False),
+        ("/dev/null Power=", False),
+        ("/home/ada/out TresPerNode=gpu:8 Power=", True),  # a folder of this name
+        ("/home/a StdOut=/dev/null Power= TresPerNode=gres:gpu:4", True),
+    ],
+)
+def test_gpus_that_may_be_words_of_a_path_are_asked_for(output: str, *, ambiguous: bool) -> None:
+    assert are_gpus_ambiguous(f"JobId=1 JobName=a UserId=ada(1) StdIn=/dev/null StdOut={output}") is ambiguous
 
 
 def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:

@@ -122,6 +122,26 @@ def test_a_duty_that_fails_is_told_once_until_it_fails_otherwise(capsys: pytest.
     assert "RunDirError" not in said
 
 
+def test_each_look_does_every_duty_whichever_of_them_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def failing(name: str) -> Mock:
+        return Mock(side_effect=lambda *_: (done.append(name), open("/nowhere/file"))[1])
+
+    own = ["_follow", "_look_for_hang", "_look_for_starter", "_guard", "_look_at_job_end", "_look_at_budget"]
+    own += ["_look_after_successor", "_look_at_saves"]
+    helpers = ["_copier", "_hasher", "_quota", "_notices"]
+    watching = watch_of_ended_ranks(0.0)
+    watching.attempt = Run(Path("/nowhere")).attempt(1)
+    for name in own:
+        monkeypatch.setattr(watching, name, failing(name))
+    for name in ["_observer", *helpers]:
+        monkeypatch.setattr(watching, name, SimpleNamespace(look=failing(name)), raising=False)
+    with pytest.raises(OSError, match="/nowhere/file"):  # notices mind their failures themselves
+        watching.look(1)
+    assert done == ["_observer", *own, *helpers]
+
+
 class RunningJob:
     """The scheduler of a job whose end moves."""
 
