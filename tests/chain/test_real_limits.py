@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 
@@ -309,17 +308,3 @@ def test_a_network_or_a_disk_gets_time_to_come_back_and_a_port_does_not(stage: S
     end = stage.run.attempt(4).read_end()
     assert end is not None
     assert end.delay == delay
-
-
-@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (decisions.UNKNOWN_EXIT_CODE, None)])
-def test_a_foreign_program_is_told_how_all_its_ranks_left_if_that_is_known(
-    stage: Stage,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    told: int | None,
-) -> None:
-    assert fresh_begin(stage).code == 0
-    attempt, program = stage.run.attempt(4), Mock()
-    monkeypatch.setattr(supervisor, "trainer_of", Mock(return_value=program))
-    supervisor._conclude(stage.run, Plan.load(stage.run), attempt, attempt.started_record(), code)
-    assert program.follow.return_value.conclude.call_args.args == (told,)

@@ -727,3 +727,23 @@ def test_a_job_that_an_operator_requeued_was_not_cancelled(
     monkeypatch.setenv("SLURM_RESTART_COUNT", started)
     slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line}"', sinfo="echo idle")
     assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+@pytest.mark.parametrize("known", [None, "BatchHost="])
+def test_no_step_on_the_batch_host_where_slurm_does_not_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str | None
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch)
+    job = None if known is None else parse_job(LINE.replace("BatchHost=n0", known))
+    monkeypatch.setattr(slurm, "query", lambda _id: job)
+    with pytest.raises(SchedulerError, match="does not say on which node the batch script of job 17 runs"):
+        slurm.run_beside("17", ["env"], nodes=1)
+
+
+@pytest.mark.parametrize("comment", ["", "relayrun:starts-only-if-job=x-fails,failed-begins=1", "a word"])
+def test_a_fallback_job_without_its_order_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comment: str
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, squeue=f"echo '{comment}'")
+    with pytest.raises(SchedulerError, match="the comment of job 17 does not say which job it stands behind"):
+        slurm.fallback_jobs.order("17")
