@@ -23,6 +23,7 @@ from relayrun.control.scheduler.slurm_commands import (
     parse_timestamp,
 )
 from relayrun.errors import SchedulerError
+from tests.plans import plan_with
 
 LINE = (
     "JobId=17 JobName=relayrun-demo-1a2b3c4d UserId=ann(1000) Priority=1 QOS=long JobState=RUNNING Reason=None "
@@ -747,3 +748,41 @@ def test_a_fallback_job_without_its_order_says_so(
     slurm = slurm_of(tmp_path, monkeypatch, squeue=f"echo '{comment}'")
     with pytest.raises(SchedulerError, match="the comment of job 17 does not say which job it stands behind"):
         slurm.fallback_jobs.order("17")
+
+
+@pytest.mark.parametrize(("mode", "asked"), [("requeue", True), ("singleton", True), ("requeue", False)])
+def test_a_job_that_slurm_would_requeue_otherwise_than_the_plan_is_changed(
+    monkeypatch: pytest.MonkeyPatch, mode: str, *, asked: bool
+) -> None:
+    """A site may forbid it, which only a chain of one job cannot do without."""
+    slurm, changes = Slurm(patience=0), list[str]()
+
+    def refuse(_job: str, *words: str) -> None:
+        changes.extend(words)
+        raise SchedulerError("Access denied")
+
+    monkeypatch.setattr(slurm, "update_job", refuse)
+    plan = plan_with(Plan.of(PLAN), mode=mode, auto_requeue=True)
+    job = replace(parse_job(LINE), id="7", name=plan.job_name, requeue=not asked)
+    if asked and mode == "requeue":
+        with pytest.raises(SchedulerError, match="Access denied"):
+            slurm.adopt(job, plan)
+    else:
+        slurm.adopt(job, plan)
+    assert changes == (["Requeue=1"] if asked else [])
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_the_ranks_of_a_job_that_outlives_nodes_have_a_step_of_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, outlives: bool
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol="printf 'n0\\nn1\\n'")
+    monkeypatch.setattr(slurm, "_resolvable", lambda node: node)
+    plan = plan_with(Plan.of(PLAN), spare_nodes=int(outlives))
+    if outlives:
+        plan = plan_with(plan, recovery="node")
+    assert plan.outlives_nodes is outlives
+    found = slurm.rank_launch(plan, replace(parse_job(LINE), nodes="n[0-1]", num_nodes=2), leave_signal=None)
+    assert [*found.nodes] == (["n0", "n1"] if outlives else [])
+    assert ("--overlap" in found.command) is outlives
+    assert f"--nodes={1 if outlives else 2}" in found.command

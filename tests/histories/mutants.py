@@ -26,10 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {
     "chain/excluded_nodes.py": "control/test_nodes chain/test_guard chain/test_next_nodes control/test_node_health",
-    "chain/failover.py": "chain/test_orphaned chain/test_making_place chain/test_fallback_job",
+    "chain/failover.py": "chain/test_orphaned chain/test_making_place chain/test_fallback_job "
+    "chain/test_end_of_attempt",
     "chain/jobs.py": "chain/test_control chain/test_real_limits chain/test_making_place chain/test_next_nodes",
-    "chain/requested_options.py": "control/test_requested_options chain/test_real_limits",
-    "chain/supervisor.py": "chain/test_real_limits control/test_time_limit chain/test_next_nodes chain/test_law",
+    "chain/requested_options.py": "chain/test_end_of_attempt control/test_requested_options chain/test_real_limits",
+    "chain/supervisor.py": "chain/test_end_of_attempt "
+    "chain/test_real_limits control/test_time_limit chain/test_next_nodes chain/test_law",
     "chain/watch.py": "chain/test_hang_ends chain/test_guard control/test_watch chain/test_real_limits",
     "scheduler/slurm.py": "control/test_scheduler control/test_slurm_answers control/test_spare_nodes chain/test_law",
     "scheduler/slurm_commands.py": "control/test_scheduler control/test_slurm_states control/test_sbatch_and_setup",
