@@ -153,14 +153,27 @@ class CheckedReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
-        """Unpack a block and distribute it to the items of the plan, as torch's reader does."""
-        applied = self.storage_data[items[0].storage_index].transform_descriptors or ()
+    def read_object(self, key: str) -> Any:
+        """Read an object of values and tensors. Raises DamagedCheckpoint and RefusedCheckpoint."""
+        info = self.storage_data[index := MetadataIndex(key)]
+        data = self._read(BlockLocation(info.relative_path, info.offset, info.length))
+        return self._unpacked(
+            "a block", lambda: torch.load(self._content(index, data), map_location="cpu", weights_only=True)
+        )
+
+    def _content(self, index: MetadataIndex, data: bytearray) -> io.BytesIO:
+        """Return the file of torch in a block, within bounds, so that torch reads it within bounds."""
+        applied = self.storage_data[index].transform_descriptors or ()
         content = io.BytesIO(data)
         if applied:
-            content = io.BytesIO(self.transforms.transform_load_stream(items[0], applied, content).read(-1))
-        names_in_torch_file(content)  # within bounds, so that torch reads it within bounds
+            content = io.BytesIO(self.transforms.transform_load_stream(None, applied, content).read(-1))  # type: ignore[arg-type]
+        names_in_torch_file(content)
         content.seek(0)
+        return content
+
+    def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
+        """Unpack a block and distribute it to the items of the plan, as torch's reader does."""
+        content = self._content(items[0].storage_index, data)
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 content.seek(0)

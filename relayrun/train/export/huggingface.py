@@ -25,6 +25,7 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.train.checkpoint.parallel_load import size_batches
 from relayrun.train.export import megatron_state, model_families
 from relayrun.train.export.exported_tokenizer import write_tokenizer
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
@@ -176,9 +177,9 @@ def _write_weights(
 ) -> tuple[int, int]:
     """Return the numbers of files and parameters. `constants` go into the last file."""
     dtype = DTYPES[dtype_name]
-    files = _files(pieces, dtype.itemsize, max_shard_size)
+    files = size_batches(pieces, max_shard_size, lambda piece: piece.parameters * dtype.itemsize)
     index: dict[str, str] = {}
-    parameters = sum(torch.Size(shape).numel() for piece in pieces for shape in piece.shapes.values())
+    parameters = sum(piece.parameters for piece in pieces)
     with Progress("writing", parameters, "parameters"):
         for number, part in enumerate(files, 1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -206,19 +207,6 @@ def read_mapped_tensor(
     count(tensor.numel())
     parts = piece.split(tensor.reshape(inner))
     return {name: part.reshape(size) for (name, size), part in zip(piece.shapes.items(), parts, strict=True)}
-
-
-def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[list[MappedTensor]]:
-    files: list[list[MappedTensor]] = []
-    room = 0
-    for piece in pieces:
-        size = sum(torch.Size(shape).numel() for shape in piece.shapes.values()) * itemsize
-        if not files or size > room:
-            files.append([])
-            room = limit
-        files[-1].append(piece)
-        room -= size
-    return files
 
 
 @dataclass(frozen=True, kw_only=True)
