@@ -69,7 +69,7 @@ PROGRAMS = {
     "relayrun.submit.megatron_lm.programs.parse_flags": "parser of Megatron-LM's flags",
     "relayrun.tokens.tokenize": "tokenization, for scripts",
     "relayrun.train": "rank",
-    "relayrun.train.mirror": "copier of checkpoints",
+    "relayrun.train.mirror.sync": "copier of checkpoints",
     "relayrun.train.fork_server": "fork server of ranks",
     "relayrun.train.gpu_health": "health of GPUs",
 }
