@@ -59,7 +59,7 @@ from relayrun.control.trainers.torch_files import (
 from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import megatron_folder
-from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, missing_is_damage, open_checksums
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
 
@@ -99,10 +99,8 @@ class CheckedReader(FileSystemReader):
         self._common = self._whole(COMMON_FILE)
         self._whole(FORMAT_FILE)  # megatron-core reads it again
         for name, end in file_ends(self.metadata).items():
-            try:
+            with missing_is_damage(name, folder):
                 size = (folder / name).stat().st_size
-            except FileNotFoundError:
-                raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
             if size < end:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, its metadata names {end}", where=folder)
 
@@ -216,12 +214,11 @@ class CheckedReader(FileSystemReader):
 
     def _whole(self, name: str) -> bytes:
         try:
-            check_size(self.folder / name, saved=self.checked)
-            return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
+            with missing_is_damage(name, self.folder):
+                check_size(self.folder / name, saved=self.checked)
+                return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
         except RefusedPickle as error:
             raise refusal_error(str(error), self.folder) from None
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{name} is missing", where=self.folder) from None
 
 
 def reported_error(error: BaseException, kind: type[E]) -> E | None:
