@@ -107,7 +107,7 @@ def compiled_loss(program: RankProgram) -> dict[str, Any]:
     for own in (True, False):
         given = logits.bfloat16().requires_grad_()
         if own:
-            losses = compiled.language_model_loss(labels, given, compiled=True)
+            losses = compiled.language_model_loss(labels, given)
         else:
             losses = vocab_parallel_cross_entropy(given, labels.T.contiguous()).T
         losses.sum().backward()  # type: ignore[no-untyped-call]
