@@ -283,7 +283,7 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
     except Exception as error:  # OSError, ValueError, ImportError, ...
-        hint = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+        hint = tokenizer_files.USUAL_HINT
         raise InputError(f"no such tokenizer: {first_line(error)}", where=name, hint=hint) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
