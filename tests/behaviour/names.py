@@ -63,7 +63,6 @@ PROGRAMS = {
     "relayrun.lab.gpucheck.check": "part of a GPU check",
     "relayrun.lab.gpucheck.programs.kernels": "GPU check: kernels",
     "relayrun.lab.gpucheck.programs.device": "GPU check: device",
-    "relayrun.lab.gpucheck.programs.models": "GPU check: models",
     "relayrun.watch.send_notices": "sender of notices",
     "relayrun.train.reporting.tracker_feed": "feeder of a tracker",
     "relayrun.submit.megatron_lm.programs.parse_flags": "parser of Megatron-LM's flags",

@@ -38,7 +38,7 @@ from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import ENDING_SIGNALS, InputError, Interrupted, RelayrunError, run_command
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import output_lock
-from relayrun.train.reporting.wandb_runs import send_evaluations
+from relayrun.train.reporting.trackers import send_evaluations
 
 COMMAND_END_SECONDS = 10.0
 """Seconds that a command has to end if the job ends."""
