@@ -251,6 +251,15 @@ def log_to_stderr() -> None:
         log.setLevel(logging.INFO)
 
 
+@contextlib.contextmanager
+def warned(log: logging.Logger, words: str, *arguments: object) -> Iterator[None]:
+    """Log an OSError of the block as a warning, behind these words: the program goes on without what was to be done."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(f"{words}: %s", *arguments, error)
+
+
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end: Ctrl-C, `scancel` and `timeout`, a closed terminal."""
 _kept: list[str] = []

@@ -10,11 +10,9 @@ several ranks hold must be equal on all of them.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +35,7 @@ from relayrun.train.distributed import Ranks
 from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer, ShardedCheckpointOptimizer, state_shards
+from relayrun.train.user_code import answer_request
 from relayrun.train.validation import Validation
 
 Array = npt.NDArray[Any]
@@ -223,11 +222,9 @@ def compare(config: RunConfig, reference: RunConfig) -> dict[str, dict[str, tupl
 
 
 def main() -> None:
-    """Answer one request; what a user's modules print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """Answer one request."""
     cpu_patches.patch_for_cpu()
-    print(json.dumps(compare(*map(RunConfig.model_validate, json.load(sys.stdin)))), file=answers, flush=True)
+    answer_request(lambda request: compare(*map(RunConfig.model_validate, request)))
 
 
 if __name__ == "__main__":

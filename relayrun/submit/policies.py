@@ -144,7 +144,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
     MirrorPolicy(
         folder=str(mirror_location(config, settings)),
         id=path.read_text(encoding="ascii"),
-        program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
+        program=[config.cluster.rank_python, "-m", "relayrun.train.mirror.sync"],
         **settings.model_dump(exclude={"path"}),
     ).write(mirror.mirror_policy_path(run))
 

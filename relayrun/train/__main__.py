@@ -27,7 +27,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr, warned
 from relayrun.terminal import inert
 from relayrun.train import megatron_versions
 from relayrun.train.reporting import liveness
@@ -178,10 +178,8 @@ def check_node_at_start(plan: Plan, attempt: Attempt, node: str) -> None:
     for found in node_facts.findings_of_facts(node, facts, plan):
         seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
         log.warning("%s", seen.told)
-        try:
+        with warned(log, "that is not on record"):
             seen.append(attempt.node_health)
-        except OSError as error:
-            log.warning("that is not on record: %s", error)
         sick = sick or (found.words if found.hard else "")
     if sick:
         raise UnhealthyNode(
@@ -207,11 +205,9 @@ def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException,
     """Write the failure record of this rank; the earliest of all ranks has the cause, others fail after it."""
     words = f"{type(error).__name__}: {error}"[:FAILURE_TEXT_LIMIT]
     failure = RankFailure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
-    try:
+    with warned(log, "failure not recorded"):
         attempt.failures.mkdir(exist_ok=True)
         failure.write(attempt.failures / f"rank-{rank:04}.json")
-    except OSError as problem:
-        log.warning("failure not recorded: %s", problem)
 
 
 if __name__ == "__main__":

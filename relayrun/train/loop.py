@@ -21,7 +21,7 @@ from relayrun.control.rundir.records import AttemptOutcome, AttemptOutcomeName, 
 from relayrun.control.rundir.restarts import Rollback
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES
-from relayrun.errors import FatalTrainingError, InputError, RelayrunError
+from relayrun.errors import FatalTrainingError, InputError, RelayrunError, warned
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
 from relayrun.tokens.mixture.stream_worker import RankStreamWorker
@@ -456,7 +456,8 @@ def train_attempt(
         source = training.source if training.source in restarts.STATE_SOURCES else "disk"
         liveness.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
         if not run.attempt(begin.attempt).started.exists():  # restarts.jsonl has the times of later restarts
-            record_start(run.attempt(begin.attempt), times)
+            with warned(log, "started.json not written"):  # if the disk is full, training continues without it
+                times.write(run.attempt(begin.attempt).started)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()
     if training.memory is not None:
@@ -478,11 +479,3 @@ def record_rollback(run: Run, attempt: Attempt, rollback: Rollback) -> str:
         )
     rollback.append(attempt.rollbacks)
     return newest.commit.path
-
-
-def record_start(attempt: Attempt, started: StartTimes) -> None:
-    """Write started.json. If the disk is full, training continues without it."""
-    try:
-        started.write(attempt.started)
-    except OSError as error:
-        log.warning("%s not written: %s", attempt.started.name, error)

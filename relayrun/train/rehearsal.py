@@ -7,9 +7,6 @@ The request and the answer are JSON, see `rehearse`. A user's code is imported, 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +22,7 @@ from relayrun.train.hook_list import import_hook_class
 from relayrun.train.model.loss import UserLoss
 from relayrun.train.optimizer.megatron_optimizer import learning_rate_schedule
 from relayrun.train.optimizer.user_optimizer import import_optimizer_class
-from relayrun.train.user_code import import_user_object
+from relayrun.train.user_code import answer_request, import_user_object
 
 
 def rehearse(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,12 +78,5 @@ def _next_rate(values: Mapping[str, Any], progress: Mapping[str, Any]) -> float 
     return float(schedule.get_lr({}))
 
 
-def main() -> None:
-    """Answer one request; what a user's modules print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    print(json.dumps(rehearse(json.load(sys.stdin))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_request(rehearse)

@@ -40,6 +40,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
+from relayrun.errors import warned
 from relayrun.files import write_atomic
 
 if TYPE_CHECKING:
@@ -177,10 +178,8 @@ class RequestPoller:
     def acknowledge(self, taken: Sequence[Trigger], iteration: int, result: str) -> None:
         """Answer triggers that were taken."""
         for trigger in taken:
-            try:
+            with warned(log, "trigger %s not acknowledged", trigger.name):
                 triggers.acknowledge_trigger(self._run, trigger, iteration=iteration, result=result)
-            except OSError as error:
-                log.warning("trigger %s not acknowledged: %s", trigger.name, error)
 
     def _look_at_files(self) -> None:
         """Read stop file and triggers; with an agent only if it reports a request, and once a second."""
@@ -191,11 +190,9 @@ class RequestPoller:
             if time.monotonic() - self._looked < requests.LOOK_SECONDS:
                 return  # the last result holds until it is taken
         self._looked, self._stop = time.monotonic(), []
-        try:
+        with warned(log, "could not look for stop and triggers"):  # a short outage must not cost steps
             self._stop = self._stop_file()
             self._exit, self._save = self._trigger("exit"), self._trigger("save")
-        except OSError as error:  # a short outage of the file system must not cost steps
-            log.warning("could not look for stop and triggers: %s", error)
 
     def _trigger(self, name: triggers.TriggerName) -> Trigger | None:
         trigger = triggers.read_trigger(self._run, name)

@@ -22,8 +22,7 @@ class Timer:
         self._marks, self._enabled = marks, enabled
         self._begun: Timestamp | None = None
         self._pairs: list[tuple[Timestamp, Timestamp]] = []
-        self.milliseconds = 0.0
-        """Collected since the last `Timers.take`."""
+        self._milliseconds = 0.0
 
     def start(self, barrier: bool = False) -> None:
         """Start; `barrier` has no effect."""
@@ -39,8 +38,14 @@ class Timer:
     def collect(self) -> None:
         """Add the measured pairs; the device must have passed them."""
         for pair in self._pairs:
-            self.milliseconds += self._marks.between(*pair)
+            self._milliseconds += self._marks.between(*pair)
         self._pairs.clear()
+
+    def take(self) -> float:
+        """Return the milliseconds since the last call, of pairs that the device has passed."""
+        self.collect()
+        taken, self._milliseconds = self._milliseconds, 0.0
+        return taken
 
 
 Timestamp = float | torch.cuda.Event
@@ -97,13 +102,8 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Return milliseconds per iteration since the last call, by name of each timer that ran."""
-        found = {}
-        for name, timer in self._timers.items():
-            if timer.milliseconds:
-                found[name] = timer.milliseconds / max(1, self._iterations)
-                timer.milliseconds = 0.0
-        self._iterations = 0
-        return found
+        iterations, self._iterations = max(1, self._iterations), 0
+        return {name: taken / iterations for name, timer in self._timers.items() if (taken := timer.take())}
 
 
 def range_over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:

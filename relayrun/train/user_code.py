@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +25,13 @@ def import_user_object(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} cannot be imported: {describe_error(error)}") from error
+
+
+def answer_request(answer: Callable[[Any], object]) -> None:
+    """Answer one request, JSON on standard input, in JSON; what a user's modules print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    print(json.dumps(answer(json.load(sys.stdin))), file=answers, flush=True)
 
 
 def agree_on_user_code(make: Callable[[], T], ranks: Ranks, *, setting: str, hint: str) -> T:

@@ -14,7 +14,7 @@ from relayrun.config.compose import resolve
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.train.reporting import wandb_runs
+from relayrun.train.reporting import trackers
 from relayrun.train.reporting.trackers import PointReader, WandB
 
 
@@ -42,7 +42,7 @@ def main() -> int:
                 f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
                 f"sent up to {sink.mark}"
             )
-        wandb_runs.send_evaluations(run, config, "online")
+        trackers.send_evaluations(run, config, "online")
     return 0
 
 

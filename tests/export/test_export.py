@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from relayrun.cli import main
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import checksums
-from relayrun.train.export.exported_tokenizer import write_tokenizer as write_tokenizer_folder
+from relayrun.train.export.huggingface import write_tokenizer as write_tokenizer_folder
 from relayrun.train.export.original import Original
 from relayrun.train.export.torch_dist import CheckpointReader, new_folder
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer

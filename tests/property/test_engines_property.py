@@ -262,7 +262,7 @@ class Lying(HuggingFaceEngine):
 
 @pytest.mark.slow
 def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines._build_engine.cache_clear()  # or the engine of the test before is taken, where it had the same tokenizer
+    engines._built.clear()  # or the engine of the test before is taken, where it had the same tokenizer
     monkeypatch.setitem(libraries.FAST_ENGINES, "gigatoken", Lying)
     told: list[str] = []
     selection = select_engine("auto", tokenizer("gpt2"), PackedTexts.of(["x"]), told.append)

@@ -16,6 +16,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.tokens.stores import hub_download as module
+from relayrun.tokens.stores import urls
 
 NAME, COMMIT = "arcinstitute/opengenome2", "0123456789abcdef0123456789abcdef01234567"
 FOLDER = "pretraining_or_both_phases/metagenomes"
@@ -131,7 +132,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetHub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
     monkeypatch.setattr(file_download.logger, "disabled", True)
-    monkeypatch.setattr(module, "RETRY_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(urls, "RETRY_PAUSES", (0.0, 0.0))
     yield found
     found.close()
 
@@ -181,7 +182,7 @@ def test_a_run_that_ends_in_the_middle_is_gone_on_with(
 ) -> None:
     hub.faults = [None, *[500] * 40]
     assert fetch(tmp_path) == 1
-    assert "what has arrived is kept" in capsys.readouterr().err
+    assert "what is done is kept" in capsys.readouterr().err
     (first,) = [name for name in names(tmp_path) if name.endswith(".gz")]
     hub.faults, before = [], len(hub.asked)
     assert fetch(tmp_path) == 0

@@ -34,7 +34,7 @@ def test_a_worker_loads_the_reference_when_a_doubtful_character_comes(name: str)
         asked.append("")
         return loaded(whole)
 
-    engines._build_engine.cache_clear()  # another process
+    engines._built.clear()  # another process
     engine = selection.build(whole, load)
     same(engine, whole, ["a text"])
     assert not asked
@@ -53,7 +53,7 @@ def test_where_the_reference_is_loaded_already_it_is_taken(monkeypatch: pytest.M
         asked.append("")
         return loaded(whole)
 
-    engines._build_engine.cache_clear()
+    engines._built.clear()
     engine = select_engine("auto", load, PackedTexts.of(["a text"]), print, definition=whole).build(whole)
     before = engine.routed  # of the proof
     same(engine, whole, ["a \u1316 text"])

@@ -133,7 +133,7 @@ def test_without_its_engine_everything_works_and_says_so(name: str, monkeypatch:
     plan = plan_engine(tokenizer.to_str())
     assert plan is not None
     monkeypatch.setitem(sys.modules, plan.engine, None)
-    engines._build_engine.cache_clear()
+    engines._built.clear()
     told: list[str] = []
     selection = select_engine("auto", tokenizer, PackedTexts.of(["a text"]), told.append)
     assert selection.engine == "huggingface"

@@ -33,7 +33,7 @@ def load(file: Path, **options: object) -> DocumentTokenizer:
 
 def chosen(loaded: DocumentTokenizer, texts: PackedTexts) -> tuple[EngineSelection, list[str]]:
     told: list[str] = []
-    engines._build_engine.cache_clear()
+    engines._built.clear()
     return select_engine("auto", lambda: loaded.tokenizer, texts, told.append, definition=loaded.definition), told
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from relayrun.train.checkpoint.parallel_load import BlockLocation, assign_reads, read_batches
+from relayrun.train.checkpoint.parallel_load import BlockLocation, assign_reads, size_batches
 
 
 def wanted_by(ranks: int, seed: int) -> list[list[BlockLocation]]:
@@ -50,6 +50,6 @@ def test_the_order_in_which_ranks_name_blocks_changes_nothing() -> None:
 
 def test_a_round_is_as_large_as_it_may_be_or_one_block() -> None:
     places = [BlockLocation("a", at, size) for at, size in enumerate([3, 4, 5, 100, 1, 0, 9])]
-    found = read_batches(places, 10)
+    found = size_batches(places, 10, lambda place: place.bytes)
     assert [[place.bytes for place in part] for part in found] == [[3, 4], [5], [100], [1, 0, 9]]
-    assert read_batches([], 10) == []
+    assert size_batches([], 10, len) == []

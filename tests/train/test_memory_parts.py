@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from relayrun.train.checkpoint.memory_parts import NodeDivision, divide_among_node, tensor_parts
+    from relayrun.train.checkpoint.memory_tier import NodeDivision, divide_among_node, tensor_parts
     from relayrun.train.distributed import Ranks
 
 RANKS, PER_NODE = 4, 2

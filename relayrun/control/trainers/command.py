@@ -73,7 +73,7 @@ class CommandTrainer:
         words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
         values = (str(self._run.path), str(self._run.checkpoints), str(begin.base_iteration), begin.base_path or "")
         names = dict(zip(PLACEHOLDERS, values, strict=True))
-        return [_fill_placeholders(word, names) for word in words]
+        return [fill_placeholders(word, names) for word in words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
         attempt = self._run.attempt(begin.attempt)
@@ -122,7 +122,7 @@ class CommandTrainer:
     def _path(self, name: str) -> Path:
         """Return the path of a file in a setting, below the run's directory if it is relative."""
         names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
-        return self._run.path / _fill_placeholders(name, names)
+        return self._run.path / fill_placeholders(name, names)
 
 
 def checkpoint_rule(settings: CommandSection, folder: Path) -> CheckpointRule | None:
@@ -142,7 +142,7 @@ def _move_client_records(folder: Path) -> None:
         path.rename(away / path.name)
 
 
-def _fill_placeholders(word: str, names: Mapping[str, str]) -> str:
+def fill_placeholders(word: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word)
 
 

@@ -47,7 +47,7 @@ def measure_export(setup: CheckSetup, chain: runs.LocalChain) -> dict[str, Any]:
     """Export what the run has trained, and compare logits. Raises CheckFailed."""
     run, folder = chain.wait(EXPORT_STEPS), setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
-    found: dict[str, Any] = run_program(setup, "models:export_and_compare", run_dir=run.path, folder=folder)
+    found: dict[str, Any] = run_program(setup, "kernels:export_and_compare", run_dir=run.path, folder=folder)
     runs.remove_checkpoints(run)
     shutil.rmtree(folder, ignore_errors=True)
     return found

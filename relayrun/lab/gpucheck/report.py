@@ -78,8 +78,14 @@ def _promise(what: str, value: str, target: str, met: bool | None) -> CheckRow:
     return CheckRow(what, value, target, _verdict(met), hard=True)
 
 
-def _equality(figures: FigureMap) -> str:
-    return "bit for bit" if figures["equal"] else f"differs: {figures['difference']}"
+def _equality(what: str, figures: FigureMap | None) -> CheckRow:
+    """A row that promises equality; `figures` is None if it was not measured."""
+    if figures is None:
+        return _promise(what, "", "bit for bit", None)
+    value = "bit for bit" if figures["equal"] else f"differs: {figures['difference']}"
+    if before := figures.get("differed_before"):
+        value += f" (and before the cut: {before})"
+    return _promise(what, value, "bit for bit", figures["equal"])
 
 
 def _environment(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
@@ -100,11 +106,7 @@ def _environment(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
 
 def _resume(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
-        one = figures.get("resumed", {}).get(cut)
-        value = "" if one is None else _equality(one)
-        if one is not None and one["differed_before"]:
-            value += f" (and before the cut: {one['differed_before']})"
-        yield _promise(f"resume after {cut}", value, "bit for bit", None if one is None else one["equal"])
+        yield _equality(f"resume after {cut}", figures.get("resumed", {}).get(cut))
     yield from _recovery(figures)
 
 
@@ -128,10 +130,7 @@ def _recovery(figures: FigureMap) -> Iterator[CheckRow]:
         value = f"{', '.join(sources)}; {', '.join(map(str, lost))} steps lost"
         met = set(sources) == {"memory"} and max(lost) <= 1
     yield _promise("where a restart has its state from", value, "memory, 1 step lost at most", met)
-    what = "losses, gradient norms, states and weights after that"
-    yield _promise(
-        what, "" if bits is None else _equality(bits), "bit for bit", None if bits is None else bits["equal"]
-    )
+    yield _equality("losses, gradient norms, states and weights after that", bits)
     if seconds := [each["seconds"]["all"] for each in failed if "all" in each["seconds"]]:
         value = f"median {statistics.median(seconds):.3g} s, largest {max(seconds):.3g} s"
         yield CheckRow("from a rank's death to the next step", value)

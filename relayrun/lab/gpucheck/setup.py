@@ -24,13 +24,15 @@ TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 
 
+def _log_text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 def last_log_line(path: Path) -> str:
     """Return the last line of a log that is not empty."""
-    try:
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    return lines[-1] if lines else "nothing"
+    return next((line.strip() for line in reversed(_log_text(path).splitlines()) if line.strip()), "nothing")
 
 
 def log_tail(path: Path, lines: int = 40) -> str:
@@ -43,10 +45,7 @@ def log_tail(path: Path, lines: int = 40) -> str:
 
 def log_error(log_file: Path, code: int) -> str:
     """Return the error of a program from its log: the text after its last `error:`, or else its last line."""
-    try:
-        text = log_file.read_text(errors="replace")
-    except OSError:
-        text = ""
+    text = _log_text(log_file)
     at = text.rfind("error: ")
     if at >= 0 and (at == 0 or text[at - 1] == "\n"):
         return " ".join(text[at + len("error: ") :].split())[:1500]

@@ -20,6 +20,7 @@ from relayrun.config.sections.training import GlobalBatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
+from relayrun.tokens.shards.shard import first_foreign_id
 
 PREFETCHED_ITERATIONS = 2
 """Iterations that a thread prepares in advance."""
@@ -40,9 +41,7 @@ class SampleSource(Protocol):
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
     """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary. Without the check
     the padding of an embedding would accept some ids, and a GPU would report the others only as a failure."""
-    tokens = row.tokens
-    if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
-        wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
+    if vocabulary_size is not None and (wrong := first_foreign_id(row.tokens, vocabulary_size)) is not None:
         raise FatalTrainingError(
             f"sample {k} of {order.name!r} holds the token id {wrong}, which is beyond the vocabulary of "
             f"{vocabulary_size}",

@@ -27,7 +27,7 @@ from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import file_size
 from relayrun.progress import Progress, count
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
-from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
+from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord, first_foreign_id
 
 if TYPE_CHECKING:  # pydantic
     from relayrun.config.sections.data import DataSection
@@ -112,8 +112,7 @@ def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) ->
     step = max(1, -(-len(prefixes) // MAX_SAMPLED_SHARDS))
     for prefix in prefixes[::step]:
         ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:SAMPLED_IDS], np.int64)
-        if len(ids) and (ids.max() >= vocabulary_size or ids.min() < 0):
-            wrong = int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
+        if (wrong := first_foreign_id(ids, vocabulary_size)) is not None:
             words = f"{what}: this shard holds the id {wrong}, which is beyond the vocabulary of {vocabulary_size:,}"
             raise InputError(words, where=prefix, hint="set data.tokenizer to the one that made it")
 

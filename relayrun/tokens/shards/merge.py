@@ -61,7 +61,7 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
 
 def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -> Shard | None:
     """Return the shard `target` if a merge of these shards, none of which changed since, has finished it."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, InputError):
         record = files.read_json(target + RECORD_SUFFIX)
         made = os.stat(target + RECORD_SUFFIX).st_mtime_ns
         parts = [os.stat(path) for path in _paths(prefixes)]
@@ -70,8 +70,6 @@ def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -
         if same and max(part.st_mtime_ns for part in parts) < made:
             shard = Shard.open(target, multimodal=multimodal)
             return shard if file_checksum(target + ".bin") == record["xxh3_128"]["bin"] else None
-    except (OSError, ValueError, KeyError, TypeError, InputError):
-        pass
     return None
 
 

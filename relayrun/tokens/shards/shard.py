@@ -234,6 +234,13 @@ def token_dtype(vocabulary_size: int) -> type[np.generic]:
     return np.uint16 if vocabulary_size < 65_500 else np.int32
 
 
+def first_foreign_id(ids: npt.NDArray[np.integer[Any]], vocabulary_size: int) -> int | None:
+    """Return the first id that is beyond the vocabulary; None if there is none."""
+    if not len(ids) or (ids.max() < vocabulary_size and ids.min() >= 0):
+        return None
+    return int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """One .bin/.idx pair with its header read and its sizes checked. `prefix` is the path without suffix."""
@@ -290,19 +297,15 @@ class Shard:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each sequence, shape [sequences], memory-mapped."""
-        return np.memmap(self.prefix + ".idx", np.dtype("<i4"), "r", INDEX_HEADER.size, (self.sequences,))
+        return self._mapped("<i4", 0, self.sequences)
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """Byte offset of each sequence in the .bin, shape [sequences], memory-mapped."""
-        return np.memmap(
-            self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 4 * self.sequences, (self.sequences,)
-        )
+        return self._mapped("<i8", 4 * self.sequences, self.sequences)
 
     def bounds(self) -> npt.NDArray[np.int64]:
         """First sequence of each document, then the number of sequences; shape [documents + 1], memory-mapped."""
-        return np.memmap(
-            self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 12 * self.sequences, (self.documents + 1,)
-        )
+        return self._mapped("<i8", 12 * self.sequences, self.documents + 1)
 
     def document_ends(self) -> npt.NDArray[np.int64]:
         """Tokens before the end of each document, after a leading 0; shape [documents + 1]."""
@@ -322,8 +325,11 @@ class Shard:
 
     def modes(self) -> npt.NDArray[np.int8]:
         """Mode of each sequence of a multimodal shard, shape [sequences], memory-mapped."""
-        place = INDEX_HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
-        return np.memmap(self.prefix + ".idx", np.int8, "r", place, (self.sequences,))
+        return self._mapped("i1", 12 * self.sequences + 8 * (self.documents + 1), self.sequences)
+
+    def _mapped(self, kind: str, place: int, count: int) -> npt.NDArray[Any]:
+        """Return an array of the index, which begins so many bytes behind the header."""
+        return np.memmap(self.prefix + ".idx", np.dtype(kind), "r", INDEX_HEADER.size + place, (count,))
 
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -21,13 +20,11 @@ from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
-from relayrun.tokens.stores.urls import first_line
+from relayrun.tokens.stores.urls import first_line, retry_transient
 
 log = logging.getLogger(__name__)
 
 CHECKSUMS_FILE = "SHA256SUMS"
-RETRY_PAUSES = (1.0, 4.0, 16.0, 60.0)
-"""Seconds between the tries of a file whose connection fails."""
 T = TypeVar("T")
 
 
@@ -134,11 +131,12 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
+    """Return what a call of the hub returns, as `retry_transient` does. Raises InputError for what no retry cures."""
     from huggingface_hub import errors
 
     missing = errors.RepositoryNotFoundError, errors.RevisionNotFoundError
-    reason: Exception
-    for pause in (*RETRY_PAUSES, None):
+
+    def answer() -> T:
         try:
             return call()
         except (*missing, errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
@@ -146,21 +144,15 @@ def _retry(call: Callable[[], T], where: str) -> T:
             if isinstance(error, errors.GatedRepoError):
                 hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
             raise InputError(f"the hub does not give this: {first_line(error)}", where=where, hint=hint) from None
-        except errors.LocalEntryNotFoundError as error:
-            reason = error
-        except errors.EntryNotFoundError:
-            raise InputError("the hub lists this file and does not have it", where=where) from None
         except Exception as error:  # OSError, and httpx's errors, which do not derive from it
+            if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+                raise InputError("the hub lists this file and does not have it", where=where) from None
             # of this machine's file system: only its errors carry a number and a name
             if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
                 raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
-            reason = error
-        if pause is None:
-            words = f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)"
-            raise InputError(words, where=where, hint="run again: what has arrived is kept") from None
-        log.warning("%s: %s; tried again in %g s", where, first_line(reason), pause)
-        time.sleep(pause)
-    raise AssertionError("the last pause is None")
+            raise ConnectionError(first_line(error)) from None
+
+    return retry_transient(answer, where)
 
 
 def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:

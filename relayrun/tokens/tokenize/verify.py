@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.progress import Progress, count
@@ -37,7 +36,7 @@ from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.urls import first_line, join_path, printable
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
-from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
@@ -273,11 +272,7 @@ def _document_ids(shard: Shard, number: int) -> Any:
     return np.fromfile(shard.prefix + ".bin", shard.dtype, count, offset=int(shard.offsets()[first]))
 
 
-@functools.lru_cache(maxsize=2)
-def _reference_tokenizer(definition: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(definition)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+_reference_tokenizer = functools.lru_cache(maxsize=2)(load_definition)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -66,16 +66,14 @@ class BackgroundSave:
         self._beside = beside
         self._began = time.monotonic()
         self._copied = threading.Event()
-        self._commit: CheckpointCommit | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name=f"save-{iteration}", daemon=True)
-        self._thread.start()
+        self._commit: futures.Future[CheckpointCommit] = futures.Future()
+        threading.Thread(target=self._run, args=(write,), name=f"save-{iteration}", daemon=True).start()
 
     def _run(self, write: Callable[[Callable[[], None]], CheckpointCommit]) -> None:
         try:
-            self._commit = write(self._state_is_copied)
+            self._commit.set_result(write(self._state_is_copied))
         except BaseException as error:
-            self._error = error
+            self._commit.set_exception(error)
         finally:
             self._copied.set()
 
@@ -87,7 +85,7 @@ class BackgroundSave:
     @property
     def over(self) -> bool:
         """True if this rank's part has ended, successfully or not."""
-        return not self._thread.is_alive()
+        return self._commit.done()
 
     @property
     def copied(self) -> bool:
@@ -104,11 +102,7 @@ class BackgroundSave:
 
     def result(self) -> CheckpointCommit:
         """Wait for the end; raise the error of `write`."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._commit is not None
-        return self._commit
+        return self._commit.result()
 
 
 ShardKey = tuple[str, tuple[int, ...]]
@@ -383,7 +377,7 @@ class ThreadedWriter(FileSystemWriter):
             return results, recorder
 
         files = [file_queue.get() for _ in range(file_queue.qsize())]
-        with ThreadPoolExecutor(self.thread_count, thread_name_prefix="writer") as pool:
+        with futures.ThreadPoolExecutor(self.thread_count, thread_name_prefix="writer") as pool:
             parts = list(pool.map(write, files))
         for _, recorder in parts:
             self._blocks += recorder.blocks

@@ -166,7 +166,7 @@ class Checksums:
             yield from self._blocks_in(name).values()
 
     def _bytes(self, name: str) -> bytes:
-        with _no_file_is_damage(name, self.folder), open_checkpoint_file(self.folder / name) as file:
+        with missing_is_damage(name, self.folder), open_checkpoint_file(self.folder / name) as file:
             return file.read()
 
     def _blocks_in(self, name: str) -> dict[tuple[str, int], ChecksumBlock]:
@@ -183,7 +183,7 @@ class Checksums:
 
     def _look_for_files(self) -> None:
         for name, known in self.files.items():
-            with _no_file_is_damage(name, self.folder):
+            with missing_is_damage(name, self.folder):
                 size = os.stat(self.folder / name).st_size
             if size != known.bytes:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
@@ -193,7 +193,7 @@ class Checksums:
 
 
 @contextlib.contextmanager
-def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
+def missing_is_damage(name: str, folder: Path | str) -> Iterator[None]:
     """Raise DamagedCheckpoint if a file is missing, a folder, or a broken link."""
     try:
         yield

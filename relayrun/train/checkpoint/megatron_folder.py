@@ -77,13 +77,17 @@ class MegatronCheckpoint:
         form = (self.optimizer or {}).get("param_state_sharding_type")
         return None if form is None else str(form)
 
+    def no_adam(self) -> str | None:
+        """Return why there is no state of Adam; None if there is."""
+        name = self.args.get("optimizer", "adam")
+        if self.optimizer is not None and name != "adam":
+            return f"its optimizer is {name}, and runs here have Adam"
+        return "it was saved without its optimizer" if self.optimizer is None else None
+
     def optimizer_fault(self) -> str | None:
         """Return why a run cannot load the optimizer's state; None if it can."""
-        if self.optimizer is None:
-            return "it was saved without its optimizer"
-        name = self.args.get("optimizer", "adam")
-        if name != "adam":
-            return f"its optimizer is {name}, and runs here have Adam"
+        if (words := self.no_adam()) is not None:
+            return words
         if self.args.get("use_precision_aware_optimizer"):
             return "its optimizer is the precision-aware one"
         if self.distributed is not None and self.distributed not in DIRECT_SHARDINGS:

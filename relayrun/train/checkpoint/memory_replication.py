@@ -244,12 +244,10 @@ def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> Me
     header = slot.header() or {}
     if [header.get(name) for name in ("rank", "ranks", "iteration")] != [rank, ranks, iteration]:
         return None
-    try:
+    with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
         body = copy_body(slot, int(header["size"]))
         if len(body) == header["size"] and copy_hash(body, header) == header["hash"]:
             return MemoryCopy(header, body)
-    except (OSError, KeyError, TypeError, ValueError):
-        pass
     return None
 
 

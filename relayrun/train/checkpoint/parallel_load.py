@@ -10,15 +10,16 @@ group at the end of the batch, so no rank waits for a failed one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 BATCH_BYTES = 1 << 28
 """Largest number of bytes that a rank reads in a batch, apart from a larger block. Two batches are in memory."""
 MESSAGE_BYTES = 1 << 26
@@ -66,7 +67,7 @@ class BlockExchange:
         everywhere: list[list[BlockLocation]] = [[]] * self.group.size()
         dist.all_gather_object(everywhere, list(wanted), group=self.group)
         division, own = assign_reads(everywhere), self.group.rank()
-        by_rank = (read_batches(places, self.batch_bytes) for places in division.shared)
+        by_rank = (size_batches(places, self.batch_bytes, lambda place: place.bytes) for places in division.shared)
         if batches := list(zip_longest(*by_rank, fillvalue=())):
             self._exchange(batches, set(wanted), read, put, piece)
         for place in division.alone[own]:
@@ -165,14 +166,14 @@ def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
     return ReadAssignment(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
 
 
-def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockLocation]]:
-    """Split a rank's reads, in order, into batches of at most `size` bytes, or of one larger block."""
-    found: list[list[BlockLocation]] = []
+def size_batches(items: Iterable[T], limit: int, size: Callable[[T], int]) -> list[list[T]]:
+    """Split items, in order, into batches of at most `limit` bytes, or of one larger item. `size`: bytes of an item."""
+    found: list[list[T]] = []
     room = 0
-    for place in places:
-        if not found or place.bytes > room:
+    for item in items:
+        if not found or size(item) > room:
             found.append([])
-            room = size
-        found[-1].append(place)
-        room -= place.bytes
+            room = limit
+        found[-1].append(item)
+        room -= size(item)
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from relayrun.control.rundir import campaign, evaluations, mirror, restarts
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import FatalTrainingError, RunDirError
+from relayrun.errors import FatalTrainingError, RunDirError, warned
 from relayrun.files import fsync_directory, fsync_tree, sync_data, unused_name, write_atomic
 from relayrun.train.reporting import liveness
 
@@ -61,15 +61,11 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
         os.rename(target, unused_name(aside, f"{target.name}-{attempt:04}"))  # twice if a commit line failed
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
-    try:
+    with warned(log, "%s is not synced to disk", run.attempt(attempt).metrics.name):
         sync_data(run.attempt(attempt).metrics)  # the record is never behind the state
-    except OSError as error:
-        log.warning("%s is not synced to disk: %s", run.attempt(attempt).metrics.name, error)
     run.attempt(attempt).append_commit(commit)  # the checkpoint counts now, so nothing below may fail the save
-    try:
+    with warned(log, "%s not written", run.tracker.name):
         write_atomic(run.tracker, f"{commit.iteration}\n")
-    except OSError as error:
-        log.warning("%s not written: %s", run.tracker.name, error)
 
 
 def prune_checkpoints(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:

@@ -59,7 +59,7 @@ from relayrun.control.trainers.torch_files import (
 from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import megatron_folder
-from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, missing_is_damage, open_checksums
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
 
@@ -99,10 +99,8 @@ class CheckedReader(FileSystemReader):
         self._common = self._whole(COMMON_FILE)
         self._whole(FORMAT_FILE)  # megatron-core reads it again
         for name, end in file_ends(self.metadata).items():
-            try:
+            with missing_is_damage(name, folder):
                 size = (folder / name).stat().st_size
-            except FileNotFoundError:
-                raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
             if size < end:
                 raise DamagedCheckpoint(f"{name} has {size} bytes, its metadata names {end}", where=folder)
 
@@ -153,14 +151,27 @@ class CheckedReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
-        """Unpack a block and distribute it to the items of the plan, as torch's reader does."""
-        applied = self.storage_data[items[0].storage_index].transform_descriptors or ()
+    def read_object(self, key: str) -> Any:
+        """Read an object of values and tensors. Raises DamagedCheckpoint and RefusedCheckpoint."""
+        info = self.storage_data[index := MetadataIndex(key)]
+        data = self._read(BlockLocation(info.relative_path, info.offset, info.length))
+        return self._unpacked(
+            "a block", lambda: torch.load(self._content(index, data), map_location="cpu", weights_only=True)
+        )
+
+    def _content(self, index: MetadataIndex, data: bytearray) -> io.BytesIO:
+        """Return the file of torch in a block, within bounds, so that torch reads it within bounds."""
+        applied = self.storage_data[index].transform_descriptors or ()
         content = io.BytesIO(data)
         if applied:
-            content = io.BytesIO(self.transforms.transform_load_stream(items[0], applied, content).read(-1))
-        names_in_torch_file(content)  # within bounds, so that torch reads it within bounds
+            content = io.BytesIO(self.transforms.transform_load_stream(None, applied, content).read(-1))  # type: ignore[arg-type]
+        names_in_torch_file(content)
         content.seek(0)
+        return content
+
+    def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
+        """Unpack a block and distribute it to the items of the plan, as torch's reader does."""
+        content = self._content(items[0].storage_index, data)
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 content.seek(0)
@@ -203,12 +214,11 @@ class CheckedReader(FileSystemReader):
 
     def _whole(self, name: str) -> bytes:
         try:
-            check_size(self.folder / name, saved=self.checked)
-            return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
+            with missing_is_damage(name, self.folder):
+                check_size(self.folder / name, saved=self.checked)
+                return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
         except RefusedPickle as error:
             raise refusal_error(str(error), self.folder) from None
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{name} is missing", where=self.folder) from None
 
 
 def reported_error(error: BaseException, kind: type[E]) -> E | None:

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -21,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,12 @@ from relayrun.control.rundir.evaluations import EvaluationClaim, EvaluationDir, 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
+from relayrun.control.trainers.command import fill_placeholders
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import ENDING_SIGNALS, InputError, Interrupted, RelayrunError, run_command
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import output_lock
-from relayrun.train.reporting.wandb_runs import send_evaluations
+from relayrun.train.reporting.trackers import send_evaluations
 
 COMMAND_END_SECONDS = 10.0
 """Seconds that a command has to end if the job ends."""
@@ -67,7 +67,7 @@ class EvaluationCommands:
         words, model = self._settings.convert, self._folder.model
         hint = "let evaluation.convert write into {model} itself"
         if words:
-            _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.convert")
+            self._run(words, model, setting="evaluation.convert")
         else:
             model = self._checkpoint
             hint = "set evaluation.convert to a program that makes one of a checkpoint"
@@ -79,10 +79,14 @@ class EvaluationCommands:
         """Return the scores of the command, and its description. Raises InputError if it fails or writes no numbers."""
         words = self._settings.command
         self._folder.scores.unlink(missing_ok=True)
-        _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.command")
+        self._run(words, model, setting="evaluation.command")
         found = read_scores(self._folder.scores)
         program = next((word for word in words if word.endswith((".py", ".sh"))), words[0])
         return found, {"program": Path(program).name, "command": words}
+
+    def _run(self, words: Sequence[str], model: Path, *, setting: str) -> None:
+        names = self._names | {"model": str(model)}
+        _run_command([fill_placeholders(word, names) for word in words], setting=setting)
 
 
 def read_scores(path: Path) -> EvaluationScores:
@@ -141,10 +145,6 @@ def _end_command(program: subprocess.Popen[bytes]) -> None:
             program.wait(COMMAND_END_SECONDS)
         except subprocess.TimeoutExpired:
             continue
-
-
-def _filled(words: Sequence[str], names: Mapping[str, str]) -> list[str]:
-    return [re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word) for word in words]
 
 
 log = logging.getLogger(__name__)

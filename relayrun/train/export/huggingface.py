@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, processors
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection
@@ -25,10 +27,17 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.train.checkpoint.parallel_load import size_batches
 from relayrun.train.export import megatron_state, model_families
-from relayrun.train.export.exported_tokenizer import write_tokenizer
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
-from relayrun.train.export.original import ORIGINAL_NAME, Original, keep_original, read_huggingface_config
+from relayrun.train.export.original import (
+    ORIGINAL_NAME,
+    Original,
+    carried_files,
+    copy_files,
+    keep_original,
+    read_huggingface_config,
+)
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import pad_to_multiple
@@ -118,6 +127,88 @@ def from_huggingface_config(
         raise InputError(f"does not describe {mapping.with_article}: {error}", where=where) from None
 
 
+def write_tokenizer(source: CheckpointSource, folder: Path, original: Original) -> int | None:
+    """Write the run's tokenizer for transformers, and the files that only the original has. Return the token that
+    begins a text, None without one."""
+    given = Path(source.config.data.tokenizer)
+    beside = given.parent if given.is_file() and given.name == "tokenizer.json" else given
+    if beside.is_dir():
+        copy_files(beside, carried_files(beside), folder)
+    elif given.is_file():
+        copy_files(given.parent, [given.name], folder)
+        (folder / given.name).rename(folder / "tokenizer.json")
+    else:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source.config.data.tokenizer).save_pretrained(folder)
+    _add_files_of_original(source, folder, original)
+    file, eod = folder / "tokenizer.json", source.manifest.eod
+    if file.exists() and (definition := read_json(file)).get("model", {}).get("dropout"):  # no training text had it
+        definition["model"]["dropout"] = None
+        write_json(file, definition)
+    if not (folder / "tokenizer_config.json").exists():
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": None if eod is None else source.tokenizer.tokenizer.id_to_token(eod),
+        }
+        write_json(folder / "tokenizer_config.json", settings)
+    return _frame_texts(source, folder, original)
+
+
+def _add_files_of_original(source: CheckpointSource, folder: Path, original: Original) -> None:
+    names = [] if original.folder is None else carried_files(original.folder, links=False)
+    if original.folder is None or not names:
+        return
+    try:
+        options = TokenizeOptions(tokenizer=str(original.folder), append_eod="no")
+        original.same_tokenizer = load_tokenizer(options).ids_fingerprint == source.tokenizer.ids_fingerprint
+    except InputError:
+        original.same_tokenizer = False
+    changed = [
+        name
+        for name in names
+        if (folder / name).exists() and not cmp(folder / name, original.folder / name, shallow=False)
+    ]
+    if original.same_tokenizer:
+        copy_files(original.folder, [name for name in names if not (folder / name).exists()], folder)
+    if changed or not original.same_tokenizer:
+        why = "as in data.tokenizer" if original.same_tokenizer else "the tokenizer is another one"
+        original.differences.append(f"{why}, not as in the original: {', '.join(changed or names)}")
+
+
+def _frame_texts(source: CheckpointSource, folder: Path, original: Original) -> int | None:
+    """Let the tokenizer begin a text as the run's documents begin. Return the token that begins a text."""
+    try:
+        bos = load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
+    except InputError:  # it has no such token
+        bos = None
+    cuts = {cut.bos for cut in source.config.data.cut_by_document.values() if cut.bos is not None}
+    bos = cuts.pop() if len(cuts) == 1 else bos
+    if bos is None or not (folder / "tokenizer.json").exists():
+        return bos
+    definition, path = Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "tokenizer_config.json"
+    begins, token = source.begins_with(bos), definition.id_to_token(bos)
+    if token is None:
+        return None
+    framed = definition.encode("").tokens
+    added = framed[:1] == [token]
+    if begins and not added:
+        if framed:
+            words = f"the tokenizer frames a text by {' '.join(framed)}; the run's documents begin with {token}"
+            original.differences.append(words)
+            return bos
+        single, pair = f"{token}:0 $A:0", f"{token}:0 $A:0 {token}:1 $B:1"
+        parts = [definition.post_processor, processors.TemplateProcessing(single, pair, [(token, bos)])]
+        definition.post_processor = processors.Sequence([part for part in parts if part is not None])
+        definition.save(str(folder / "tokenizer.json"))
+    if begins:
+        write_json(path, read_json(path) | {"bos_token": token, "add_bos_token": True})
+    elif begins is False and added:
+        original.differences.append(f"the tokenizer begins a text with {token}; no document of the run begins so")
+    return bos
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_SIZE = 5_000_000_000
 """Largest bytes of a safetensors file, as in transformers; a larger tensor has its own file."""
@@ -176,9 +267,9 @@ def _write_weights(
 ) -> tuple[int, int]:
     """Return the numbers of files and parameters. `constants` go into the last file."""
     dtype = DTYPES[dtype_name]
-    files = _files(pieces, dtype.itemsize, max_shard_size)
+    files = size_batches(pieces, max_shard_size, lambda piece: piece.parameters * dtype.itemsize)
     index: dict[str, str] = {}
-    parameters = sum(torch.Size(shape).numel() for piece in pieces for shape in piece.shapes.values())
+    parameters = sum(piece.parameters for piece in pieces)
     with Progress("writing", parameters, "parameters"):
         for number, part in enumerate(files, 1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -206,19 +297,6 @@ def read_mapped_tensor(
     count(tensor.numel())
     parts = piece.split(tensor.reshape(inner))
     return {name: part.reshape(size) for (name, size), part in zip(piece.shapes.items(), parts, strict=True)}
-
-
-def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[list[MappedTensor]]:
-    files: list[list[MappedTensor]] = []
-    room = 0
-    for piece in pieces:
-        size = sum(torch.Size(shape).numel() for shape in piece.shapes.values()) * itemsize
-        if not files or size > room:
-            files.append([])
-            room = limit
-        files[-1].append(piece)
-        room -= size
-    return files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,10 +235,8 @@ def import_megatron(
 def _adam(
     checkpoint: MegatronCheckpoint, reader: CheckpointReader
 ) -> tuple[megatron_state.AdamState | None, str | None]:
-    if checkpoint.optimizer is None:
-        return None, "it was saved without its optimizer"
-    if (name := checkpoint.args.get("optimizer", "adam")) != "adam":
-        return None, f"its optimizer is {name}, and runs here have Adam"
+    if checkpoint.optimizer is None or (why := checkpoint.no_adam()) is not None:
+        return None, why
     try:
         return megatron_state.find_adam_state(reader, with_torch_tensors(checkpoint.optimizer)), None
     except InputError as error:

@@ -6,6 +6,7 @@ A mapping is data. The code here reads and writes weights by any mapping, withou
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,6 +176,10 @@ class MappedTensor:
     """Splits the tensor into those of `shapes`, in that order."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     """Joins the tensors of `shapes` into this one: the inverse of `split`."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -54,6 +52,7 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles, published_folder
+from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
@@ -135,26 +134,15 @@ class CheckpointReader:
             with _explain_damage(self.folder, hint="export another iteration"):
                 self._reader.read_data(LoadPlan(items), _Into(part)).wait()
         except (OSError, RuntimeError, EOFError, ValueError) as error:
-            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+            raise InputError(f"{key} cannot be read: {first_line(error)}", where=self.folder) from None
         return part
 
     def read_object(self, key: str) -> Any:
         """Read an object of values and tensors. Raises InputError."""
-        index = MetadataIndex(key)
-        item = ReadItem(
-            type=LoadItemType.BYTE_IO,
-            dest_index=index,
-            dest_offsets=torch.Size((0,)),
-            storage_index=index,
-            storage_offsets=torch.Size((0,)),
-            lengths=torch.Size((0,)),
-        )
-        found = _Object()
         try:
-            self._reader.read_data(LoadPlan([item]), found).wait()
-            packed = torch.load(found.data, map_location="cpu", weights_only=True)
-        except (DamagedCheckpoint, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+            packed = self._reader.read_object(key)
+        except (DamagedCheckpoint, OSError, RuntimeError, EOFError, ValueError) as error:
+            raise InputError(f"{key} cannot be read: {first_line(error)}", where=self.folder) from None
         return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
 
 
@@ -164,15 +152,6 @@ def _explain_damage(folder: Path, *, hint: str | None = None) -> Iterator[None]:
         yield
     except DamagedCheckpoint as error:
         raise InputError(f"this checkpoint is damaged: {error.message}", where=folder, hint=hint) from None
-
-
-class _Object(DefaultLoadPlanner):
-    """Keeps the bytes of one object."""
-
-    data: io.BytesIO
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.data = value
 
 
 class _Into(DefaultLoadPlanner):

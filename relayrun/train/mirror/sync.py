@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -16,7 +17,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPa
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, RunDirError, on_interrupt
+from relayrun.errors import RelayrunError, RunDirError, on_interrupt, run_main
 from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import exclusive_lock, open_lock, remove_leftovers
 from relayrun.train.mirror import destination
@@ -59,6 +60,13 @@ def mirror_checkpoints(run: Run, *, verify: bool = False) -> MirrorPassResult:
         finally:
             work.note()
         return work.done
+
+
+def main() -> int:
+    """Make the pass of the supervisor of a job; return the exit code, 1 after a complaint."""
+    parser = argparse.ArgumentParser(prog="relayrun.train.mirror.sync")
+    parser.add_argument("run", type=Path)
+    return mirror_checkpoints(Run(parser.parse_args().run)).tell()
 
 
 def trusted_policy(run: Run) -> MirrorPolicy:
@@ -262,3 +270,7 @@ def mirror_lock(run: Run) -> Iterator[None]:
     lock = exclusive_lock(open_lock(mirror.mirror_folder(run) / "lock"), refusal, optional=True)
     with lock, on_interrupt(lambda: "what is copied is kept; the same command goes on"):
         yield
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -28,12 +28,12 @@ def compile_rotary_positions() -> None:
     rope_utils._apply_rotary_pos_emb_bshd = _compiled(_ROTATE)
 
 
-def language_model_loss(labels: Tensor, logits: Tensor, *, compiled: bool) -> Tensor:
+def language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
     """Return the losses in nats, fp32 [batch, sequence], as GPTModel.compute_language_model_loss does.
 
     `labels`: int64 [batch, sequence]. `logits`: [sequence, batch, vocabulary of this tensor-parallel rank].
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels.transpose(0, 1).contiguous(), compiled)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(logits, labels.transpose(0, 1).contiguous())  # type: ignore[no-untyped-call]
     return losses.transpose(0, 1).contiguous()
 
 
@@ -75,15 +75,16 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss of logits [sequence, batch, vocabulary part] and target ids [sequence, batch]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, compiled: bool) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         rows = logits.detach().reshape(-1, logits.shape[-1])
         tokens, vocabulary = rows.shape
         # int32: a vocabulary is far below 2^31, and the kernel compares it with every column
         ids = (target.reshape(-1) - parallel_state.get_tensor_model_parallel_rank() * vocabulary).int()
-        function = _compiled(_exponentials_and_target) if compiled else _exponentials_and_target
         largest, total, own = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
         for piece in _pieces(tokens, vocabulary):
-            largest[piece], total[piece], own[piece] = function(rows[piece], ids[piece].long())
+            largest[piece], total[piece], own[piece] = _compiled(_exponentials_and_target)(
+                rows[piece], ids[piece].long()
+            )
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             here = largest.clone()
@@ -91,15 +92,15 @@ class _CrossEntropy(torch.autograd.Function):
             total, own = sums = torch.stack([total * (here - largest).exp(), own])
             dist.all_reduce(sums, group=group)
         ctx.save_for_backward(rows, ids, largest, total)
-        ctx.compiled, ctx.shape = compiled, logits.shape
+        ctx.shape = logits.shape
         losses: Tensor = total.log() + (largest - own)
         return losses.view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         rows, ids, largest, total = ctx.saved_tensors
-        function = _compiled(_logit_gradient) if ctx.compiled else _logit_gradient
         out, gradient = torch.empty_like(rows), gradients[0].reshape(-1).float()
         for piece in _pieces(*rows.shape):
-            function(rows[piece], ids[piece], largest[piece], total[piece], gradient[piece], out[piece])
-        return out.view(ctx.shape), None, None
+            parts = (each[piece] for each in (rows, ids, largest, total, gradient, out))
+            _compiled(_logit_gradient)(*parts)
+        return out.view(ctx.shape), None

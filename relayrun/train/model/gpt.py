@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -232,8 +231,7 @@ class ModelStage:
         if config.parallel.defer_embedding_wgrad_compute:
             kernels.defer_output_layer_alone(gpt)
         if kernels.compiles_loss(config, self.ranks.device):
-            loss = partial(compiled.language_model_loss, compiled=True)
-            gpt.compute_language_model_loss = loss  # type: ignore[assignment]
+            gpt.compute_language_model_loss = compiled.language_model_loss  # type: ignore[assignment]
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 

@@ -22,7 +22,7 @@ from relayrun.config.compose.schema import DebugSection, RunConfig
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.tools import nsys_command
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, warned
 from relayrun.files import write_atomic
 from relayrun.train.hooks import Hook, Step, StepStart
 from relayrun.train.reporting import environment
@@ -83,13 +83,11 @@ def _gib(size: int | None) -> str:
 
 def _write_memory_log(path: Path, interval: float) -> None:
     """Append a line now and every `interval` seconds, until this process ends."""
-    try:
+    with warned(log, "memory is no longer logged"):
         while True:
             with path.open("a", encoding="utf-8") as file:
                 file.write(memory_sample() + "\n")
             time.sleep(interval)
-    except OSError as error:
-        log.warning("memory is no longer logged: %s", error)
 
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
@@ -117,13 +115,10 @@ def enter_nsys(debug: DebugSection, folder: Path, rank: int) -> None:
 
 def log_nccl(folder: Path, *, node: str, rank: int) -> None:
     """Send NCCL's log to a file of this rank; call it before the first communicator."""
-    try:
+    with warned(log, "NCCL's log goes to the job's"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("NCCL's log goes to the job's: %s", error)
-        return
-    os.environ.setdefault("NCCL_DEBUG", "INFO")
-    os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
+        os.environ.setdefault("NCCL_DEBUG", "INFO")
+        os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
 
 
 class Profiler(Hook):

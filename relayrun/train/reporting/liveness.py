@@ -39,6 +39,7 @@ from relayrun.control.agent.hang_detection import ActivityPage
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import AttemptStart, CheckpointCommit, Heartbeat
 from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
+from relayrun.errors import warned
 from relayrun.files import write_json
 from relayrun.train.hooks import Hook, Step, ValidationResult
 
@@ -209,10 +210,8 @@ class SectionReporter:
         self._now = "start"
         self._iteration = 0
         if folder is not None:
-            try:
+            with warned(log, "the agent does not learn where this rank stands"):  # the supervisor detects hangs, too
                 self._page = ActivityPage(folder, rank)
-            except OSError as error:  # the supervisor detects hangs, too
-                log.warning("the agent does not learn where this rank stands: %s", error)
 
     def enter(self, section: str, iteration: int | None = None) -> None:
         """Report a section, and the number of iterations done (None: unchanged)."""

@@ -32,7 +32,7 @@ from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import megatron_optimizer
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer, ShardedCheckpointOptimizer
 from relayrun.train.optimizer.parameter_groups import parameter_names
-from relayrun.train.timers import DeviceTimestamps, Timestamp
+from relayrun.train.timers import DeviceTimestamps, Timer
 
 
 class IntervalMetrics:
@@ -151,9 +151,8 @@ class Stragglers:
         self, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks, *, node: str, say: Callable[[str], None]
     ) -> None:
         self._ranks, self._node, self._say = ranks, node, say
-        self._marks = DeviceTimestamps(ranks.device)
-        self._begun: Timestamp | None = None
-        self._pairs: dict[str, list[tuple[Timestamp, Timestamp]]] = {"forward": [], "optimizer": []}
+        marks = DeviceTimestamps(ranks.device)
+        self._timers = {name: Timer(marks, enabled=True) for name in ("forward", "optimizer")}
         self._seconds = dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
         self._steps = 0
         self._found: dict[str, Any] = {}
@@ -167,7 +166,7 @@ class Stragglers:
         reduce = transformer.finalize_model_grads_func
 
         def arrived(*arguments: Any, **named: Any) -> None:
-            self._end("forward")
+            self._timers["forward"].stop()
             reduce(*arguments, **named)
 
         transformer.finalize_model_grads_func = arrived
@@ -176,30 +175,21 @@ class Stragglers:
         for part in optimizer.inner.chained_optimizers:
             inner = getattr(part, "optimizer", None)
             if isinstance(inner, torch.optim.Optimizer):
-                inner.register_step_pre_hook(lambda *_: self._begin())
-                inner.register_step_post_hook(lambda *_: self._end("optimizer"))
+                inner.register_step_pre_hook(lambda *_: self._timers["optimizer"].start())
+                inner.register_step_post_hook(lambda *_: self._timers["optimizer"].stop())
 
     def record_read(self, seconds: float) -> None:
         """Record the seconds of reading the batch; both passes start."""
         self._seconds["data"] += seconds
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begun = self._marks.now()
-
-    def _end(self, section: str) -> None:
-        if self._begun is not None:
-            self._pairs[section].append((self._begun, self._marks.now()))
-            self._begun = None
+        self._timers["forward"].start()
 
     def take(self, iteration: int, *, save_seconds: float) -> dict[str, Any]:
         """End a step, after a wait for the device; return fields of `Step`.
 
         `save_seconds`: this rank's own time in saves since the previous step.
         """
-        for section, pairs in self._pairs.items():
-            self._seconds[section] += sum(self._marks.between(*pair) for pair in pairs) / 1000
-            pairs.clear()
+        for section, timer in self._timers.items():
+            self._seconds[section] += timer.take() / 1000
         self._seconds["save"] += save_seconds
         self._steps += 1
         if self._steps < STRAGGLER_WINDOW or self._ranks.world_size == 1:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.restarts import Rollback
+from relayrun.errors import warned
 from relayrun.files import append_line, sync_data
 from relayrun.train.hooks import Hook, Step, ValidationResult
 
@@ -184,10 +185,5 @@ class ProgressLog(Hook):
         return first or (self._began, self._flops_at_start)
 
     def _append(self, text: str) -> None:
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(
-                    f"{datetime.fromtimestamp(time.time()).strftime(PROGRESS_TIME_FORMAT)}\t{self._head}\t{text}\n"
-                )
-        except OSError as error:
-            log.warning("%s not written: %s", self._path.name, error)
+        with warned(log, "%s not written", self._path.name), self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.fromtimestamp(time.time()):{PROGRESS_TIME_FORMAT}}\t{self._head}\t{text}\n")

@@ -1,4 +1,4 @@
-"""Each kernel of training once: `python -m relayrun.lab.gpucheck.programs.kernels try_every_kernel`.
+"""Each kernel of training once, and small models: `python -m relayrun.lab.gpucheck.programs.kernels NAME`.
 
 A row calls one kernel as training does, and compares the result with the same computed otherwise, or trains a small
 model. A defect of one row does not reach the others: an error of CUDA, after which no kernel runs in this process, ends
@@ -15,23 +15,149 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer import TransformerConfig
 
+from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import RunConfig
 from relayrun.control.agent.memory_copies import MemorySlot, make_memory_folder
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.lab.gpucheck.programs import models
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
+from relayrun.train import distributed
 from relayrun.train.checkpoint.async_writer import HostCopy
 from relayrun.train.checkpoint.memory_replication import write_copy
+from relayrun.train.distributed import Ranks
 from relayrun.train.model import compiled, cpu_patches
 from relayrun.train.model.attention import CausalAttention
+from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.packed_documents import PackedDocuments
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
+from relayrun.train.optimizer.parameter_groups import parameter_names
+
+TRAINED_STEPS, TIMED_STEPS = 8, 4
+"""Iterations, and the number of timed ones at the end."""
+END_TOKEN = 0
+"""End-of-document token."""
+
+
+def config_files(program: RankProgram) -> dict[str, Path]:
+    """Return the configs in the folder `--configs` by their names, without those of exact twins."""
+    files = sorted(Path(program.options.configs).glob("*.yaml"))
+    return {path.stem: path for path in files if not path.stem.endswith("-exact")}
+
+
+def train_config(program: RankProgram, path: Path) -> dict[str, Any]:
+    """Train a variant, and compute its loss by its exact twin. Raises any error of torch."""
+    config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
+    exact = read_config(twin) if twin.exists() else None
+    return train_variant(config, exact, join_ranks(path), program.setup.sizes.resumed_vocabulary)
+
+
+@cache
+def _ranks(path: Path) -> Ranks:
+    return distributed.start_process_groups(read_config(path))
+
+
+def join_ranks(path: Path) -> Ranks:
+    """Return the ranks, which all configs of a folder share."""
+    return _ranks(min(path.parent.glob("*.yaml")))
+
+
+def stop_ranks() -> None:
+    if torch.distributed.is_initialized():
+        distributed.stop_process_groups()
+
+
+def read_config(path: Path) -> RunConfig:
+    """Return a config that the part has resolved."""
+    return resolve.require_native(resolve.read_resolved_config(path))
+
+
+def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
+    """Train `config` and return its figures; `exact`: the same model in fp32."""
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+    batch = learnable_batch(config, vocabulary)
+    model = ModelStage(config, ranks, vocabulary, eod=END_TOKEN)
+    optimizer = ScheduledOptimizer(config, model)
+    found: dict[str, Any] = {"first_loss": mean_loss(model, batch)}
+    started = 0.0
+    for step in range(TRAINED_STEPS):
+        if step == TRAINED_STEPS - TIMED_STEPS:
+            wait_for(ranks.device)
+            started = time.perf_counter()
+        optimizer.zero_grad()
+        model.run([batch], train=True)
+        optimizer.step(optimizer.prepare())
+    wait_for(ranks.device)
+    seconds = (time.perf_counter() - started) / TIMED_STEPS
+    tokens = config.training.micro_batch_size * config.training.seq_length * ranks.data_parallel_size
+    found |= {
+        "last_loss": mean_loss(model, batch),
+        "tokens_per_second": tokens / seconds,
+        "peak_bytes": distributed.peak_memory(ranks),
+    }
+    if exact is not None:
+        found["exact_loss"] = mean_loss(copy_weights(model, ModelStage(exact, ranks, vocabulary, eod=END_TOKEN)), batch)
+    return found
+
+
+def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
+    """Return a micro-batch of documents over a skewed vocabulary, from which a model can learn."""
+    generator = np.random.default_rng(28)
+    shape = (config.training.micro_batch_size, config.training.seq_length + 1)
+    tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
+    tokens[generator.random(shape) < 4 / config.training.seq_length] = END_TOKEN
+    return MicroBatch(tokens=tokens)
+
+
+def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
+    """Return the loss without dropout, equal on all ranks."""
+    model.train_mode(False)
+    with torch.no_grad():
+        found = model.ranks.mean_loss(model.run([batch], train=False))
+    model.train_mode(True)
+    return found
+
+
+@torch.no_grad()
+def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
+    """Copy the weights of `model` into `other`; return it."""
+    weights = {name: parameter for parameter, name in parameter_names(model.chunks)}
+    for parameter, name in parameter_names(other.chunks):
+        parameter.copy_(weights.pop(name))
+    assert not weights, sorted(weights)
+    return other
+
+
+def export_and_compare() -> None:
+    """Export the newest checkpoint of `--run-dir` to `--folder`, and compare logits."""
+    from relayrun.train.export import compare_logits, huggingface  # transformers: seconds
+    from relayrun.train.export.source_and_target import find_checkpoint
+
+    program = RankProgram.begin("run-dir", "folder")
+    source = find_checkpoint(Run(Path(program.options.run_dir)))
+    folder = Path(program.options.folder)
+    folder.mkdir(parents=True)
+    made = huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
+    found = compare_logits.compare_logits(source, folder)
+    program.write(
+        {
+            "parameters": made.parameters,
+            "tokens": found.tokens,
+            "difference": found.difference,
+            "largest": found.largest,
+        }
+    )
+
 
 Kernel = Callable[[RankProgram], dict[str, Any]]
 """Returns the figures of a row: `words` says what was seen. Raises any error if the kernel is wrong."""
@@ -99,7 +225,7 @@ def pinned_copy(program: RankProgram) -> dict[str, Any]:
 def compiled_loss(program: RankProgram) -> dict[str, Any]:
     """Compute loss and gradient of logits in bf16 by the compiled kernels, and by megatron-core's single operations."""
     require_cuda(program)
-    models.join_ranks(next(iter(models.config_files(program).values())))
+    join_ranks(next(iter(config_files(program).values())))
     sizes = program.setup.sizes
     logits = 4 * torch.randn(sizes.seq_length, 1, sizes.vocabulary, device=program.device)
     labels = torch.randint(0, sizes.vocabulary, (1, sizes.seq_length), device=program.device)
@@ -107,7 +233,7 @@ def compiled_loss(program: RankProgram) -> dict[str, Any]:
     for own in (True, False):
         given = logits.bfloat16().requires_grad_()
         if own:
-            losses = compiled.language_model_loss(labels, given, compiled=True)
+            losses = compiled.language_model_loss(labels, given)
         else:
             losses = vocab_parallel_cross_entropy(given, labels.T.contiguous()).T
         losses.sum().backward()  # type: ignore[no-untyped-call]
@@ -237,7 +363,7 @@ def try_every_kernel() -> None:
         rows |= KERNELS
         if "fork" not in skipped:
             forked = fork_and_use_cuda()
-    rows |= {name: ("", partial(models.train_config, path=path)) for name, path in models.config_files(program).items()}
+    rows |= {name: ("", partial(train_config, path=path)) for name, path in config_files(program).items()}
     if forked is not None:
         rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
     found: dict[str, Any] = {}
@@ -261,8 +387,8 @@ def try_every_kernel() -> None:
             wait_for(program.device)
         except RuntimeError:  # no kernel runs in this process any more
             os.kill(os.getpid(), signal.SIGKILL)
-    models.stop_ranks()
+    stop_ranks()
 
 
 if __name__ == "__main__":
-    run_measurement(try_every_kernel)
+    run_measurement(try_every_kernel, export_and_compare)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,6 +31,7 @@ from relayrun.tokens.tokenize.encode.libraries import (
     load_normalizer,
 )
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
+from relayrun.tokens.tokenize.encode.tokenizer import load_definition
 from relayrun.tokens.tokenize.options import EngineName
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
@@ -91,40 +93,26 @@ class EngineSelection:
     """Its plan; None for the reference."""
 
     def build(self, definition: str, tokenizer: TokenizerLoader | None = None) -> Engine:
-        """Return the engine for a serialized tokenizer without truncation and padding. The last one built is cached.
-        `tokenizer` returns the loaded tokenizer, if the caller has it; called when the first text needs it."""
-        return _build_engine(self, definition, _Reference(tokenizer))
+        """Return the engine for a serialized tokenizer without truncation and padding. Loading takes seconds: the last
+        one built serves this process and its forks. `tokenizer` returns the loaded tokenizer, if the caller has it."""
+        if (self, definition) not in _built:
+            _built.clear()
+            _built[self, definition] = self._new(definition, tokenizer or partial(load_definition, definition))
+        return _built[self, definition]
+
+    def _new(self, definition: str, load: TokenizerLoader) -> Engine:
+        if self.plan is None:
+            return HuggingFaceEngine(load())
+        fast = FAST_ENGINES[self.plan.engine](change_definition(definition, self.plan.changes))
+        normalizer = partial(load_normalizer, definition)
+        return RoutedEngine(fast, self.plan, normalizer, lambda: HuggingFaceEngine(load()))
 
     def __str__(self) -> str:
         return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
 
 
-@dataclass(unsafe_hash=True)
-class _Reference:
-    """The reference, loaded once; instances compare equal, so that the cache of `_build_engine` ignores them."""
-
-    load: TokenizerLoader | None = field(compare=False)
-    loaded: Tokenizer | None = field(default=None, compare=False)
-
-    def of(self, definition: str) -> Tokenizer:
-        if self.loaded is None and self.load is not None:
-            self.loaded = self.load()
-        elif self.loaded is None:
-            self.loaded = Tokenizer.from_str(definition)
-            self.loaded.encode_special_tokens = True
-        return self.loaded
-
-
-@functools.lru_cache(maxsize=1)
-def _build_engine(selection: EngineSelection, definition: str, reference: _Reference) -> Engine:
-    """Loading takes seconds: the engine proven in a process serves that process and its forks."""
-    plan = selection.plan
-    if plan is None:
-        return HuggingFaceEngine(reference.of(definition))
-    fast = FAST_ENGINES[plan.engine](change_definition(definition, plan.changes))
-    return RoutedEngine(
-        fast, plan, lambda: load_normalizer(definition), lambda: HuggingFaceEngine(reference.of(definition))
-    )
+_built: dict[tuple[EngineSelection, str], Engine] = {}
+"""The engine that was built last."""
 
 
 def select_engine(
@@ -144,19 +132,19 @@ def select_engine(
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
 
+    @functools.cache
     def load() -> Tokenizer:
         return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer()
 
     definition = definition or load().to_str()
-    reference = _Reference(load)
-    selection = None if wanted == "huggingface" else _prove_engine(wanted, reference, sample, report, definition)
+    selection = None if wanted == "huggingface" else _prove_engine(wanted, load, sample, report, definition)
     selection = selection or EngineSelection(engine="huggingface", version=_package_version("huggingface"))
-    _build_engine(selection, definition, reference)  # forks of this process inherit it
+    selection.build(definition, load)  # forks of this process inherit it
     return selection
 
 
 def _prove_engine(
-    wanted: EngineName, reference: _Reference, sample: PackedTexts, report: Callable[[str], None], definition: str
+    wanted: EngineName, load: TokenizerLoader, sample: PackedTexts, report: Callable[[str], None], definition: str
 ) -> EngineSelection | None:
     """Return the fast engine, or None after `report` got the reason."""
     plan = plan_engine(definition)
@@ -166,9 +154,7 @@ def _prove_engine(
         return None
     try:
         selection = EngineSelection(engine=plan.engine, version=_package_version(plan.engine), plan=plan)
-        wrong = _first_wrong_text(
-            selection, _build_engine(selection, definition, reference), reference, sample, definition
-        )
+        wrong = _first_wrong_text(selection, load, sample, definition)
     except ImportError:
         package = ENGINE_PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
@@ -186,21 +172,20 @@ def _prove_engine(
 
 
 def _first_wrong_text(
-    selection: EngineSelection, engine: Engine, reference: _Reference, sample: PackedTexts, definition: str
+    selection: EngineSelection, load: TokenizerLoader, sample: PackedTexts, definition: str
 ) -> str | None:
+    engine = selection.build(definition, load)
     packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
     proofs: dict[str, Callable[[], PackedTexts]] = {
-        tokenizer_files.cache_key("edge cases", both, packages): lambda: PackedTexts.of(
-            edge_cases(reference.of(definition))
-        ),
+        tokenizer_files.cache_key("edge cases", both, packages): lambda: PackedTexts.of(edge_cases(load())),
         tokenizer_files.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
         if tokenizer_files.read_cache(name) is None:
             texts = make()
-            right = HuggingFaceEngine(reference.of(definition)).encode(texts)
+            right = HuggingFaceEngine(load()).encode(texts)
             if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
                 return text
             tokenizer_files.write_cache(name, b"proven")

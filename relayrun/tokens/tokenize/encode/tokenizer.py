@@ -105,6 +105,13 @@ log = logging.getLogger(__name__)
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")
 
 
+def load_definition(definition: str) -> Tokenizer:
+    """Load a serialized tokenizer; the text of a special token stays text."""
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
     """A tokenizer and the tokens that end, and begin, a document."""
@@ -131,9 +138,7 @@ class DocumentTokenizer:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded at the first access: a large one takes a second."""
-        tokenizer = Tokenizer.from_str(self.definition)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
+        return load_definition(self.definition)
 
     def framing(self, *, keep_empty: bool) -> DocumentFraming:
         return DocumentFraming(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
@@ -278,7 +283,7 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
     except Exception as error:  # OSError, ValueError, ImportError, ...
-        hint = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+        hint = tokenizer_files.USUAL_HINT
         raise InputError(f"no such tokenizer: {first_line(error)}", where=name, hint=hint) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

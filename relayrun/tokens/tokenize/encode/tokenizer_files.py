@@ -160,6 +160,7 @@ def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
         raise InputError(words, where=file, hint=hint)
 
 
+USUAL_HINT = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
 HUB_TIMEOUT_SECONDS = 5.0
 """Time limit of the hub's answer."""
 
@@ -176,10 +177,7 @@ def is_hub_name(text: str) -> bool:
 
 def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
     """Return the error for a missing tokenizer that can only be a file or folder."""
-    hint = (
-        did_you_mean_path(path) or "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
-    )
-    return InputError("there is no such tokenizer file", where=path, hint=hint)
+    return InputError("there is no such tokenizer file", where=path, hint=did_you_mean_path(path) or USUAL_HINT)
 
 
 def check_hub(name: str, cache_dir: str | None) -> bool:
@@ -234,8 +232,7 @@ def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -
 
 
 def _not_on_hub_error(name: str, why: str) -> InputError:
-    usual = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
-    hint = "; ".join(filter(None, [did_you_mean_path(name), usual]))
+    hint = "; ".join(filter(None, [did_you_mean_path(name), USUAL_HINT]))
     return InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
 
 
