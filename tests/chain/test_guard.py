@@ -84,6 +84,21 @@ def test_a_job_whose_attempt_is_closed_is_left_alone(begun: Stage, guard: pytest
     assert not begun.slurm.pending()
 
 
+def test_a_batch_script_that_still_closes_its_attempt_is_waited_for(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def closes_at_the_second_look(pid: int) -> bool:
+        looks.append(pid)
+        if len(looks) == 2:
+            begun.run.attempt(4).end.write_text("{}")
+        return True
+
+    guard.setattr(watch, "is_process_alive", closes_at_the_second_look)
+    guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", lambda *_, **__: False)
+    guarded(begun)
+    assert not begun.slurm.pending()
+
+
 def test_a_job_with_a_successor_is_left_alone(begun: Stage, guard: pytest.MonkeyPatch) -> None:
     plan_with(Plan.load(begun.run), mode="singleton").write(begun.run.plan)
     assert not begun.run.attempt(4).retry_successor.exists()

@@ -786,3 +786,23 @@ def test_the_ranks_of_a_job_that_outlives_nodes_have_a_step_of_each_node(
     assert [*found.nodes] == (["n0", "n1"] if outlives else [])
     assert ("--overlap" in found.command) is outlives
     assert f"--nodes={1 if outlives else 2}" in found.command
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_fallback_job_has_one_node_where_a_site_takes_such_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, refused: bool
+) -> None:
+    """sbatch queues also what no partition ever lets start."""
+    slurm, queued = Slurm(patience=0), list[list[str]]()
+
+    def order(_words: list[str]) -> None:
+        if refused:
+            raise SchedulerError("sbatch: error: every job needs GPUs")
+
+    monkeypatch.setattr(slurm, "order", order)
+    monkeypatch.setattr(slurm, "partitions", list)
+    monkeypatch.setattr(slurm, "submit_once", lambda words, **_: queued.append(words) or "8")
+    options = {"nodes": "4", "gpus-per-node": "8", "account": "ada", "time": "600"}
+    order_ = FallbackOrder(job_id="7", failed_begins=0)
+    assert slurm.fallback_jobs.queue(tmp_path / "s.sbatch", name="n", order=order_, options=options, limit=10) == "8"
+    assert ("--gpus-per-node=8" in queued[0], "--account=ada" in queued[0]) == (refused, True)

@@ -190,6 +190,20 @@ def test_an_end_of_the_job_that_moves_is_asked_for_and_recorded(tmp_path: Path, 
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("job", [None, Job(id="1", name="j", state="COMPLETING")])
+def test_a_job_that_slurm_does_not_show_as_running_has_no_other_end(
+    tmp_path: Path, told: list[int], job: Job | None
+) -> None:
+    run, now = Run(tmp_path), time.time()
+    made = object.__new__(Watch)
+    made.begin, made.attempt = began(run, 1, job_end_time=now + 1000, grace_period=100.0), run.attempt(1)
+    made.scheduler, made._latest_end, made._next_job_end = RunningJob(), now + 1000, 0.0  # type: ignore[assignment]
+    made.scheduler.query, made.scheduler.end = lambda _id: job, (now + 5, "")  # type: ignore[attr-defined,method-assign]
+    made.run, made.plan = run, history_plan(run, total_steps=10)
+    made._look_at_job_end(1)
+    assert (made.attempt.job_end.exists(), told) == (False, [])
+
+
 def test_ranks_that_know_the_end_of_their_job_leave_by_their_own_clock(tmp_path: Path, told: list[int]) -> None:
     run, now = Run(tmp_path), time.time()
     made = object.__new__(Watch)
