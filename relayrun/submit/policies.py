@@ -115,7 +115,7 @@ def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
     """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
     owner = None if settings is None else mirror.read_owner(mirror_location(config, settings))
-    path = mirror.mirror_folder(run) / "id"
+    path = run.mirror / "id"
     if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
         return None
     return owner
@@ -133,10 +133,10 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
     """
     settings = mirror_settings(config)
     if settings is None:
-        mirror.mirror_policy_path(run).unlink(missing_ok=True)
+        run.mirror_policy.unlink(missing_ok=True)
         return
-    mirror.mirror_folder(run).mkdir(exist_ok=True)
-    path = mirror.mirror_folder(run) / "id"
+    run.mirror.mkdir(exist_ok=True)
+    path = run.mirror / "id"
     if take_over and (owner := _other_mirrored_run(config, run)) is not None:
         write_atomic(path, owner.id)
     elif not path.exists():
@@ -146,7 +146,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
         id=path.read_text(encoding="ascii"),
         program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
         **settings.model_dump(exclude={"path"}),
-    ).write(mirror.mirror_policy_path(run))
+    ).write(run.mirror_policy)
 
 
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
@@ -169,7 +169,7 @@ def write_notice_policy(config: CommonConfig, run: Run) -> None:
     if config.notify.targets:
         notices.write_notice_policy(run, make_notice_policy(config))
     else:
-        notices.notice_policy_path(run).unlink(missing_ok=True)
+        run.notice_policy.unlink(missing_ok=True)
 
 
 def make_notice_policy(config: CommonConfig) -> NoticePolicy:

@@ -69,7 +69,7 @@ class QuotaMonitor:
 def is_measurement_due(run: Run, *, now: float) -> bool:
     """Return whether the last measurement is older than the interval of a running job."""
     try:
-        return now - storage_limits.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
+        return now - run.quota.stat().st_mtime > 1.5 * MEASURE_SECONDS
     except FileNotFoundError:
         return True
 

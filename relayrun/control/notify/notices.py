@@ -160,35 +160,22 @@ class NoticeMessage:
     """Time of the first of them."""
 
 
-def notices_folder(run: Run) -> Path:
-    return run.path / "notices"
-
-
-def read_notice_policy(run: Run) -> NoticePolicy | None:
-    """Return the notice policy; None without one. Raises RunDirError if the record is damaged."""
-    return NoticePolicy.read(f"{run.path}/{NOTICE_POLICY_NAME}")
-
-
 def read_trusted_notice_policy(run: Run) -> NoticePolicy | None:
     """Return the policy for sending. Raises RunDirError if it is damaged or not trusted."""
     return NoticePolicy.read_trusted(run.path, NOTICE_POLICY_NAME)
 
 
-def notice_policy_path(run: Run) -> Path:
-    return run.path / NOTICE_POLICY_NAME
-
-
 def write_notice_policy(run: Run, policy: NoticePolicy) -> None:
     """Set the recipients from now on."""
-    notices_folder(run).mkdir(exist_ok=True)
-    policy.write(notice_policy_path(run))
+    run.notices.mkdir(exist_ok=True)
+    policy.write(run.notice_policy)
 
 
 def known_notices(run: Run) -> dict[str, set[str]]:
     """Return, by notice id, the suffixes of its files (`json`, `tried`, `told`)."""
     found: dict[str, set[str]] = {}
     try:
-        names = os.listdir(notices_folder(run))
+        names = os.listdir(run.notices)
     except FileNotFoundError:
         return {}
     for name in names:
@@ -208,7 +195,7 @@ def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
         for name, value in vars(notice).items()
         if isinstance(value, str) and name != "id"
     }
-    Notice(**{**vars(notice), **short}).write(notices_folder(run) / f"{notice.id}.json")
+    Notice(**{**vars(notice), **short}).write(run.notices / f"{notice.id}.json")
     return True
 
 
@@ -219,10 +206,10 @@ def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
         if "json" not in suffixes or "told" in suffixes:
             continue
         with contextlib.suppress(RunDirError):
-            notice = Notice.read(notices_folder(run) / f"{name}.json")
+            notice = Notice.read(run.notices / f"{name}.json")
             delivery = None
             with contextlib.suppress(RunDirError):
-                delivery = NoticeDelivery.read(notices_folder(run) / f"{name}.tried")
+                delivery = NoticeDelivery.read(run.notices / f"{name}.tried")
             if notice is not None:
                 found.append((notice, delivery or NoticeDelivery(cause=notice.cause)))
     return sorted(found, key=lambda entry: (entry[0].time, entry[0].id))
@@ -234,7 +221,7 @@ def last_sent_times(
     """Return the recent times at which each target was last told of each cause, by (target, cause)."""
     deliveries = [delivery for _, delivery in waiting]
     for name, suffixes in known_notices(run).items():
-        path = notices_folder(run) / f"{name}.told"
+        path = run.notices / f"{name}.told"
         with contextlib.suppress(FileNotFoundError, RunDirError):
             if "told" in suffixes and now - path.stat().st_mtime < 2 * QUIET_SECONDS:
                 deliveries += filter(None, [NoticeDelivery.read(path)])
@@ -283,7 +270,7 @@ def must_wait_for_retry(
 
 def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets: Sequence[NoticeTarget]) -> None:
     """Write the delivery of a notice; it is settled if no target waits for it. Raises OSError."""
-    path = notices_folder(run) / f"{notice.id}.tried"
+    path = run.notices / f"{notice.id}.tried"
     delivery.write(path)
     waits = [t for t in targets if notice.event in t.events and delivery.state(t.name) == "waits"]
     if not waits:
@@ -293,10 +280,10 @@ def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets:
 def remove_old_notices(run: Run) -> None:
     """Remove the oldest sent notices. Only the process that sends calls it."""
     told = [name for name, suffixes in known_notices(run).items() if "told" in suffixes]
-    age = {name: (notices_folder(run) / f"{name}.told").stat().st_mtime for name in told}
+    age = {name: (run.notices / f"{name}.told").stat().st_mtime for name in told}
     for name in sorted(told, key=lambda name: age[name])[: max(0, len(told) - MAX_SENT_NOTICES)]:
         for suffix in ("json", "told"):  # a notice without .told would be told again
-            (notices_folder(run) / f"{name}.{suffix}").unlink(missing_ok=True)
+            (run.notices / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 def take_sender_lock(run: Run, *, now: float) -> Path | None:
@@ -310,7 +297,7 @@ def take_sender_lock(run: Run, *, now: float) -> Path | None:
     if newest is not None and not _is_sender_lock_free(newest, now):
         return None
     number = int(newest.name.rpartition("-")[2]) + 1 if newest is not None else 1
-    own = notices_folder(run) / f"sender-{number:07}"
+    own = run.notices / f"sender-{number:07}"
     try:
         with open(own, "x", encoding="utf-8") as file:
             json.dump({"time": now, "host": os.uname().nodename, "pid": os.getpid()}, file)
@@ -347,7 +334,7 @@ def is_being_sent(run: Run) -> bool:
 
 
 def _sender_locks(run: Run) -> list[Path]:
-    return sorted(notices_folder(run).glob("sender-*"), key=lambda path: (len(path.name), path.name))
+    return sorted(run.notices.glob("sender-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _is_sender_lock_free(turn: Path, now: float) -> bool:

@@ -74,6 +74,14 @@ class Run:
     """The checkpoints that are evaluated, by the newest submit."""
     evaluation_script = PathIn("evaluation.sbatch")
     """The job that evaluates one checkpoint, given its iteration and attempt."""
+    notices = PathIn("notices")
+    notice_policy = PathIn("notices/policy.json")
+    """Who is told of what, by the newest submit; see `control.notify.notices`."""
+    mirror = PathIn("mirror")
+    mirror_policy = PathIn("mirror/policy.json")
+    """Where checkpoints are copied to, by the newest submit; see `rundir.mirror`."""
+    mirror_pass = PathIn("mirror/last.json")
+    quota = PathIn("quota.json")
     requests = PathIn("requests.json")
     """The options that Slurm accepted for the newest jobs, and a person's changes; see `chain.requested_options`."""
     node_failures = PathIn("nodes.jsonl")
