@@ -268,6 +268,13 @@ def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
     return {str(found.relative_to(top)): found.stat().st_size for found in sorted(top.rglob("*")) if found.is_file()}
 
 
+def names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a folder, in their order; a missing folder has none. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(os.listdir(folder))
+    return []
+
+
 READ_BLOCK = 65_536
 """Maximum bytes per read of a file from its end."""
 FIRST_READ_BLOCK = 4096

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import write_atomic
+from relayrun.files import names_in, write_atomic
 
 NOTICE_EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 """Subjects of notices."""
@@ -174,11 +174,7 @@ def write_notice_policy(run: Run, policy: NoticePolicy) -> None:
 def known_notices(run: Run) -> dict[str, set[str]]:
     """Return, by notice id, the suffixes of its files (`json`, `tried`, `told`)."""
     found: dict[str, set[str]] = {}
-    try:
-        names = os.listdir(run.notices)
-    except FileNotFoundError:
-        return {}
-    for name in names:
+    for name in names_in(run.notices):
         stem, dot, suffix = name.rpartition(".")
         if dot and stem.partition("-")[0] in NOTICE_EVENTS and suffix in ("json", "tried", "told"):
             found.setdefault(stem, set()).add(suffix)

@@ -23,7 +23,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from typing import cast
 from relayrun.control.rundir.attempt import Attempt, PathIn
 from relayrun.control.rundir.records import ChainEnd, ChainEndState
 from relayrun.errors import RunDirError
-from relayrun.files import path_exists, read_bytes, write_atomic
+from relayrun.files import names_in, path_exists, read_bytes, write_atomic
 from relayrun.leftovers import exclusive_lock, open_lock
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
@@ -147,11 +146,7 @@ _ATTEMPT_NAME = re.compile(r"(\d{4,})")
 
 
 def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+    return sorted(int(match[1]) for name in names_in(folder) if (match := pattern.fullmatch(name)))
 
 
 STOP_IS_A_DIRECTORY = ChainEnd("stopped", "STOP is there, as a directory")

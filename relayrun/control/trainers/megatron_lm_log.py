@@ -10,7 +10,6 @@ Megatron-LM writes the tracker last. `.metadata` is read without torch and witho
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Container, Sequence
@@ -24,7 +23,7 @@ from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, Progra
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
 from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_bounded
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import fsync_directory, names_in, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -104,11 +103,7 @@ def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[Found
 
 def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return iteration and folder of everything with a checkpoint's name, rising."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    found = ((iteration_of_folder(name), folder / name) for name in names)
+    found = ((iteration_of_folder(name), folder / name) for name in names_in(folder))
     return sorted((iteration, path) for iteration, path in found if iteration is not None and path.is_dir())
 
 
