@@ -6,7 +6,6 @@ Each `write_...` function writes the policy into the run directory, or removes i
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import ConfigError
-from relayrun.files import write_atomic
+from relayrun.files import write_atomic, write_error
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.train.mirror import sync
 from relayrun.train.mirror.destination import refuse_place_of_others
@@ -157,11 +156,8 @@ def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
         raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")
     if path.resolve().is_relative_to(run.path.resolve()):
         raise ConfigError("it lies in the run directory, and is lost with it", where=where)
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(f"it cannot be written: {error.strerror}", where=where) from None
+    if error := write_error(path):
+        raise ConfigError(f"it cannot be written: {error.strerror}", where=where)
 
 
 def write_notice_policy(config: CommonConfig, run: Run) -> None:

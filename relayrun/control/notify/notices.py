@@ -317,16 +317,10 @@ def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_aga
     """Return whether a message is due, and no other process sends now. Raises OSError, RunDirError. `again_and_again`:
     the caller asks every few minutes, so that failed messages wait longer each time."""
     waiting = pending_notices(run)
-    if not waiting or is_being_sent(run):
+    if not waiting or not all(_is_sender_lock_free(turn, time.time()) for turn in _sender_locks(run)[-1:]):
         return False
     messages = due_messages(policy.every_target(), waiting, last_sent_times(run, waiting, now=now), now=now)
     return any(not (again_and_again and must_wait_for_retry(message, waiting, now=now)) for message in messages)
-
-
-def is_being_sent(run: Run) -> bool:
-    """Return whether a process sends now."""
-    turns = _sender_locks(run)
-    return bool(turns) and not _is_sender_lock_free(turns[-1], time.time())
 
 
 def _sender_locks(run: Run) -> list[Path]:

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from relayrun.control.rundir.records import Record
@@ -76,11 +75,6 @@ def read_usage(run: Run) -> tuple[list[QuotaUsage], str | None]:
     """Return the newest measurement, and why it is incomplete. Raises RunDirError if the record is damaged."""
     record = UsageRecord.read(run.quota) or UsageRecord()
     return [QuotaUsage.of(each) for each in record.quotas], record.complaint
-
-
-def record_usage(run: Run, found: Iterable[QuotaUsage], *, complaint: str | None) -> None:
-    """Record a measurement in place of the last one. Raises OSError."""
-    UsageRecord(quotas=[asdict(each) for each in found], complaint=complaint).write(run.quota)
 
 
 def format_amount(value: float, kind: QuotaKind) -> str:
