@@ -24,6 +24,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import QuotaLimit, QuotaUsage, UsageRecord
 from relayrun.errors import RelayrunError
+from relayrun.files import stat_of
 
 QUOTA_QUESTION_SECONDS = 10.0
 """Time limit of a quota command."""
@@ -67,10 +68,8 @@ class QuotaMonitor:
 
 def is_measurement_due(run: Run, *, now: float) -> bool:
     """Return whether the last measurement is older than the interval of a running job."""
-    try:
-        return now - run.quota.stat().st_mtime > 1.5 * MEASURE_SECONDS
-    except FileNotFoundError:
-        return True
+    found = stat_of(run.quota)
+    return found is None or now - found.st_mtime > 1.5 * MEASURE_SECONDS
 
 
 def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:

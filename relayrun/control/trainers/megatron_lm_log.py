@@ -23,7 +23,7 @@ from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, Progra
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
 from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_bounded
-from relayrun.files import fsync_directory, names_in, write_atomic
+from relayrun.files import fsync_directory, names_in, stat_of, text_of, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -41,10 +41,7 @@ def iteration_of_folder(name: str) -> int | None:
 
 def tracked_iteration(folder: Path) -> int | None:
     """Return the iteration that the tracker names; None without one."""
-    try:
-        text = (folder / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
+    text = (text_of(folder / TRACKER_FILE) or "").strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -79,12 +76,11 @@ def _short_file(checkpoint: Path) -> str | None:
     except CorruptPickle as error:
         return f"{METADATA_FILE} cannot be read ({error})"
     for name, least in sorted(sizes.items()):
-        try:
-            size = (checkpoint / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+        found = stat_of(checkpoint / name)
+        if found is None:
             return f"{name} is missing"
-        if size < least:
-            return f"{name} has {size} bytes, not {least}"
+        if found.st_size < least:
+            return f"{name} has {found.st_size} bytes, not {least}"
     return None
 
 
@@ -122,10 +118,8 @@ def prepare_checkpoints(folder: Path, *, base: int, attempt: int) -> list[str]:
 
 
 def _is_not_empty(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    found = stat_of(path)
+    return found is not None and found.st_size > 0
 
 
 def least_file_sizes(metadata: Path) -> dict[str, int]:
