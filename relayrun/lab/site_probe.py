@@ -90,7 +90,7 @@ class SiteProbe:
     def _order(self, order: str, has_effect: Callable[[Job], bool]) -> None:
         """Give one of Slurm's orders to the job; `denied` names it if it has no effect."""
         try:
-            self.slurm.order(["scontrol", order, self._job_id])
+            self.slurm.order_job(self._job_id, order)
             self._wait(has_effect, ORDER_SECONDS)
         except SchedulerError:
             self.facts["denied"].append(order)

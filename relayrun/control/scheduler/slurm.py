@@ -157,7 +157,11 @@ class Slurm(SlurmCommands, Scheduler):
         return float(found[1]) if found else None
 
     def release(self, job_id: str) -> None:
-        self.order(["scontrol", "release", job_id])
+        self.order_job(job_id, "release")
+
+    def order_job(self, job_id: str, verb: str) -> None:
+        """Give one order of scontrol: release, hold, requeue. Raises SchedulerError."""
+        self.order(["scontrol", verb, job_id])
 
     def job_end(self, job: Job) -> tuple[float | None, str]:
         ends = [] if job.end_time is None else [(job.end_time, "")]
