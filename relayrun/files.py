@@ -184,13 +184,24 @@ def read_descriptor(fd: int, size: int) -> bytes:
     return text
 
 
+def stat_of(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> os.stat_result | None:
+    """Return the status of a file or folder; None if there is none. Raises OSError for other errors."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.stat(path, follow_symlinks=follow_symlinks)
+    return None
+
+
+def text_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the text of a small file; None if there is none. Raises OSError for other errors."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return None
+
+
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
     """Return the identity of the file that has this name now, or None. Raises OSError."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    found = stat_of(path)
+    return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 def leads_out(name: str) -> bool:
@@ -266,6 +277,13 @@ def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
     if top.is_file():
         return {".": top.stat().st_size}
     return {str(found.relative_to(top)): found.stat().st_size for found in sorted(top.rglob("*")) if found.is_file()}
+
+
+def names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names in a folder, in their order; a missing folder has none. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(os.listdir(folder))
+    return []
 
 
 READ_BLOCK = 65_536

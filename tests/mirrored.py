@@ -41,8 +41,8 @@ class Mirrored:
             keep_last=2,
             program=[sys.executable, "-m", "relayrun.cli", "checkpoint", "mirror"],
         )
-        records.mirror_folder(self.run).mkdir(exist_ok=True)
-        replace(values, **changes).write(records.mirror_policy_path(self.run))  # type: ignore[arg-type]
+        self.run.mirror.mkdir(exist_ok=True)
+        replace(values, **changes).write(self.run.mirror_policy)  # type: ignore[arg-type]
 
     def save(self, iteration: int, *, hashed: bool = True, salt: str = "", keep_last: int = 100) -> CheckpointCommit:
         """Publish a checkpoint of two files; without hashes, as a foreign program does."""

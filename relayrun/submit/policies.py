@@ -6,7 +6,6 @@ Each `write_...` function writes the policy into the run directory, or removes i
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import ConfigError
-from relayrun.files import write_atomic
+from relayrun.files import write_atomic, write_error
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.train.mirror import sync
 from relayrun.train.mirror.destination import refuse_place_of_others
@@ -115,7 +114,7 @@ def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
     """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
     owner = None if settings is None else mirror.read_owner(mirror_location(config, settings))
-    path = mirror.mirror_folder(run) / "id"
+    path = run.mirror / "id"
     if owner is None or (path.exists() and path.read_text(encoding="ascii") == owner.id and not _is_copied(owner, run)):
         return None
     return owner
@@ -133,10 +132,10 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
     """
     settings = mirror_settings(config)
     if settings is None:
-        mirror.mirror_policy_path(run).unlink(missing_ok=True)
+        run.mirror_policy.unlink(missing_ok=True)
         return
-    mirror.mirror_folder(run).mkdir(exist_ok=True)
-    path = mirror.mirror_folder(run) / "id"
+    run.mirror.mkdir(exist_ok=True)
+    path = run.mirror / "id"
     if take_over and (owner := _other_mirrored_run(config, run)) is not None:
         write_atomic(path, owner.id)
     elif not path.exists():
@@ -146,7 +145,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
         id=path.read_text(encoding="ascii"),
         program=[config.cluster.rank_python, "-m", "relayrun.train.mirror.sync"],
         **settings.model_dump(exclude={"path"}),
-    ).write(mirror.mirror_policy_path(run))
+    ).write(run.mirror_policy)
 
 
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
@@ -157,11 +156,8 @@ def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
         raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")
     if path.resolve().is_relative_to(run.path.resolve()):
         raise ConfigError("it lies in the run directory, and is lost with it", where=where)
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ConfigError(f"it cannot be written: {error.strerror}", where=where) from None
+    if error := write_error(path):
+        raise ConfigError(f"it cannot be written: {error.strerror}", where=where)
 
 
 def write_notice_policy(config: CommonConfig, run: Run) -> None:
@@ -169,7 +165,7 @@ def write_notice_policy(config: CommonConfig, run: Run) -> None:
     if config.notify.targets:
         notices.write_notice_policy(run, make_notice_policy(config))
     else:
-        notices.notice_policy_path(run).unlink(missing_ok=True)
+        run.notice_policy.unlink(missing_ok=True)
 
 
 def make_notice_policy(config: CommonConfig) -> NoticePolicy:

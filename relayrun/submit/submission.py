@@ -23,8 +23,7 @@ from relayrun.config.compose.schema import CommandConfig, CommonConfig, Megatron
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.chain import job_script, jobs
 from relayrun.control.chain.campaign import condition_readiness
-from relayrun.control.notify import notices
-from relayrun.control.rundir import campaign, mirror, triggers
+from relayrun.control.rundir import campaign, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
@@ -231,8 +230,8 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    mirrored, told = mirror.mirror_folder(run), notices.notices_folder(run)
-    policies = run.evaluation_policy, notices.notice_policy_path(run), mirror.mirror_policy_path(run), mirrored / "id"
+    mirrored, told = run.mirror, run.notices
+    policies = run.evaluation_policy, run.notice_policy, run.mirror_policy, mirrored / "id"
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     folders = (run.config, run.code, run.path / ORIGINAL_NAME, run.evaluations, run.triggers, told, mirrored)

@@ -23,7 +23,7 @@ from relayrun.control.chain import evaluation_jobs, quota
 from relayrun.control.chain.campaign import start_due_members
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import make_notice, write_due_notices
-from relayrun.control.notify.notices import QUIET_SECONDS, Notice
+from relayrun.control.notify.notices import QUIET_SECONDS, Notice, NoticePolicy
 from relayrun.control.rundir.campaign import campaign_folders, read_membership
 from relayrun.control.rundir.find_runs import find_runs_below, without_old_runs
 from relayrun.control.rundir.plan import Plan
@@ -218,7 +218,7 @@ class CronCheck:
             known = self._before.running.get(name, {})
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
-        policy, since = notices.read_notice_policy(run), self._running_since(name)
+        policy, since = NoticePolicy.read(run.notice_policy), self._running_since(name)
         if status.has_job and quota.is_measurement_due(run, now=self._now):
             with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)

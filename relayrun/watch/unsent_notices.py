@@ -48,14 +48,14 @@ def _start(run: Run, *options: str) -> None:
 def count_unsent(run: Run, *, now: float) -> tuple[int, str]:
     """Return the number of overdue notices and the reasons why they were not sent."""
     try:
-        policy = notices.read_notice_policy(run)
+        policy = NoticePolicy.read(run.notice_policy)
         if policy is None:
             return 0, ""
         waiting = notices.pending_notices(run)
         sent = notices.last_sent_times(run, waiting, now=now)
         messages = notices.due_messages(policy.every_target(), waiting, sent, now=now)
     except (RelayrunError, OSError, TypeError, ValueError) as error:  # must not hide the run's status
-        return 0, f"unknown: {getattr(error, 'message', error)} ({notices.notice_policy_path(run)})"
+        return 0, f"unknown: {getattr(error, 'message', error)} ({run.notice_policy})"
     late = {name for message in messages for name in message.settles}
     book = {notice.id: delivery for notice, delivery in waiting}
     told = [(message.target.name, book[message.notice.id].reason(message.target.name)) for message in messages]

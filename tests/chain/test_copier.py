@@ -9,7 +9,6 @@ import pytest
 
 from relayrun.config.compose import resolve
 from relayrun.control.chain.background import CheckpointCopier
-from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
@@ -23,9 +22,9 @@ PROGRAM = "import os, sys, time; open(sys.argv[1] + '/ran', 'a').write(str(os.ni
 
 
 def asked(run: Run, program: str) -> None:
-    mirror.mirror_folder(run).mkdir(exist_ok=True)
+    run.mirror.mkdir(exist_ok=True)
     MirrorPolicy(folder="/nowhere", id="1", keep_last=1, program=[sys.executable, "-c", program]).write(
-        mirror.mirror_policy_path(run)
+        run.mirror_policy
     )
 
 
@@ -89,16 +88,16 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
     (tmp_path / "second").mkdir()
     place = {"path": str(tmp_path / "second"), "keep_every": 50}
     plan = submission.submit_run(resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})))
-    policy = mirror.read_mirror_policy(plan.run)
+    policy = MirrorPolicy.read(plan.run.mirror_policy)
     assert policy is not None
     assert policy.folder == f"{tmp_path}/second/tests/tiny"
     assert (policy.keep_last, policy.keep_every) == (2, 50)
     policies.write_mirror_policy(
         resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
     )
-    assert mirror.read_mirror_policy(plan.run) == policy
+    assert MirrorPolicy.read(plan.run.mirror_policy) == policy
     policies.write_mirror_policy(resolve.load_run_config(workspace.config("run")), plan.run)
-    assert mirror.read_mirror_policy(plan.run) is None
+    assert MirrorPolicy.read(plan.run.mirror_policy) is None
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.NOTICE_EVENTS, 
 
 def noted(run: Run, *, now: float | None = None) -> dict[str, str]:
     """Notices that follow from the records now: reason by id."""
-    policy = notices.read_notice_policy(run)
+    policy = NoticePolicy.read(run.notice_policy)
     assert policy is not None
     assert write_due_notices(run, Plan.load(run), policy, now=now or time.time(), at_work=True) == []
     return {entry.id: entry.reason for entry, _ in notices.pending_notices(run)}
@@ -91,7 +91,7 @@ def sent(run: Run, **environment: str) -> list[str]:
 def states(run: Run) -> dict[str, list[str]]:
     """By notice, what became of it at each target."""
     found = {}
-    for path in sorted([*notices.notices_folder(run).glob("*.told"), *notices.notices_folder(run).glob("*.tried")]):
+    for path in sorted([*run.notices.glob("*.told"), *run.notices.glob("*.tried")]):
         targets = json.loads(path.read_text())["targets"]
         found[path.name] = [targets[name]["state"] for name in sorted(targets)]
     return found
@@ -103,7 +103,7 @@ def states(run: Run) -> dict[str, list[str]]:
 def test_without_a_policy_nobody_looks(run: Run) -> None:
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     background.send_notices(run, Plan.load(run))
-    assert not notices.notices_folder(run).exists()
+    assert not run.notices.exists()
 
 
 def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
@@ -274,7 +274,7 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
     policy = tell(run, "http://x/")
     if damage.startswith('{"targets'):
         damage = json.dumps(vars(policy) | json.loads(damage))
-    notices.notice_policy_path(run).write_text(damage)
+    run.notice_policy.write_text(damage)
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     assert supervisor.begin_attempt(run) == supervisor.EXIT_CHAIN_ENDS
     assert "notices: left for later" in capfd.readouterr().err
@@ -327,7 +327,7 @@ send_notices.send_due_notices(Run(Path(sys.argv[1])), job=False, environment={{}
     assert len(web.requests) == (when == "behind")
     count, reason = unsent_notices.count_unsent(run, now=time.time())
     assert (count, reason) == (1, "t0: it was being sent and was cut short")
-    for turn in notices.notices_folder(run).glob("sender-*"):
+    for turn in run.notices.glob("sender-*"):
         turn.write_text(json.dumps({"time": time.time() - notices.SENDER_LOCK_SECONDS - 1}))
     assert sent(run) == []
     assert len(web.requests) == 1 + (when == "behind")
@@ -363,7 +363,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     told.finish(0.1)
     assert len(mail.letters) == 1
     assert unsent_notices.count_unsent(run, now=time.time()) == (1, "t0: no answer before the job ended")
-    assert not notices.is_being_sent(run)
+    assert all(b"time" not in turn.read_bytes() for turn in run.notices.glob("sender-*"))
     web.silent.clear()
     assert sent(run) == []
     assert [json.loads(content)["event"] for _, _, content in web.requests] == ["stopped"] * 2
@@ -581,7 +581,7 @@ def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     assert main(["notify", "send", str(run.path)]) == 0
     assert "nothing is left to send" in capsys.readouterr().out
-    notices.notice_policy_path(run).unlink()
+    run.notice_policy.unlink()
     assert main(["notify", "test", str(run.path)]) == 1
     assert "nobody is told of this run" in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
     monkeypatch.setattr(LocalScheduler, "submit_first", lambda *_: "1")
     told = {"targets": {"team": {"url": "${TEAM}"}}}
     submit(notify=told)
-    first = notices.read_notice_policy(run)
+    first = NoticePolicy.read(run.notice_policy)
     assert first is not None
     assert (first.run, first.cluster, first.every_target()[0].url) == ("tests/tiny", "local", "${TEAM}")
     write_stop(run, ChainEnd("stopped", "stopped by ada"))
@@ -179,9 +179,9 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
         patch.setattr(LocalScheduler, "submit_first", refused)
         with pytest.raises(SchedulerError):
             submit(resume=True, notify={"targets": {"other": {"url": "${OTHER}"}}})
-    assert notices.read_notice_policy(run) == first  # or the stop would be told as another one
+    assert NoticePolicy.read(run.notice_policy) == first  # or the stop would be told as another one
     submit(resume=True)
-    assert notices.read_notice_policy(run) is None
+    assert NoticePolicy.read(run.notice_policy) is None
 
 
 def test_notify_test_of_a_config(tmp_path: Path, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +232,7 @@ def test_a_failed_try_is_left_alone_for_longer_and_longer() -> None:
 
 def test_one_process_at_a_time_has_its_turn(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notices.notices_folder(run).mkdir()
+    run.notices.mkdir()
     first = notices.take_sender_lock(run, now=1000.0)
     assert first is not None
     assert notices.take_sender_lock(run, now=1000.0 + notices.SENDER_LOCK_SECONDS - 1) is None
@@ -242,13 +242,13 @@ def test_one_process_at_a_time_has_its_turn(tmp_path: Path) -> None:
     notices.release_sender_lock(second)
     third = notices.take_sender_lock(run, now=1000.0 + notices.SENDER_LOCK_SECONDS + 1)
     assert third is not None
-    assert sorted(path.name for path in notices.notices_folder(run).iterdir()) == [third.name]
+    assert sorted(path.name for path in run.notices.iterdir()) == [third.name]
 
 
 def test_who_read_an_old_state_does_not_take_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look and the file of its own, another process takes a turn, and the next one too."""
     run = Run(tmp_path)
-    notices.notices_folder(run).mkdir()
+    run.notices.mkdir()
     one = notices.take_sender_lock(run, now=1.0)
     assert one is not None
     notices.release_sender_lock(one)
@@ -272,7 +272,7 @@ def test_a_run_has_no_end_of_notices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(notices, "MAX_NOTICES", 5)
     monkeypatch.setattr(notices, "MAX_SENT_NOTICES", 2)
     run = Run(tmp_path)
-    notices.notices_folder(run).mkdir()
+    run.notices.mkdir()
     for number in range(8):
         notices.add_notice(run, notice(number, reason="x" * 9000), notices.known_notices(run))
     waiting = notices.pending_notices(run)
@@ -505,9 +505,9 @@ def test_without_apprise_the_reason_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_a_damaged_record_of_a_delivery_is_begun_anew(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    notices.notices_folder(run).mkdir()
+    run.notices.mkdir()
     notices.add_notice(run, notice(time=time.time()), {})
-    (notices.notices_folder(run) / "hang-0001.tried").write_text("{")
+    (run.notices / "hang-0001.tried").write_text("{")
     ((entry, delivery),) = notices.pending_notices(run)
     assert replace(entry, time=0.0) == notice(time=0.0)
     assert delivery.tries("t") == 0

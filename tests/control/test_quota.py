@@ -258,7 +258,7 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     assert "lfs quota: 102.4 MB of 102.4 MB used, 1.0 MB in checkpoints of this run: room for 0 more than are kept" in (
         capsys.readouterr().out
     )
-    assert json.loads(storage_limits.usage_path(site.run).read_text())["complaint"] is None
+    assert json.loads(site.run.quota.read_text())["complaint"] is None
 
 
 def test_a_full_disk_says_since_when_what_is_missing_and_what_could_go(

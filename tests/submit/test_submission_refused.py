@@ -246,7 +246,7 @@ def mirrored(workspace: Workspace) -> tuple[RunConfig, Path]:
     LocalScheduler(workspace.run("deep/run")).cancel(submission.submit_run(wanted).job_id)
     run = workspace.run("deep/run")
     place = second / wanted.project / wanted.name
-    policy = mirror.read_mirror_policy(run)
+    policy = MirrorPolicy.read(run.mirror_policy)
     assert policy is not None
     (place / ".staging").mkdir(parents=True)
     MirrorOwner(id=policy.id, run=str(run.path)).write(place / "mirror.json")
@@ -279,7 +279,7 @@ def test_the_copies_of_a_lost_run_directory_are_refused_until_they_are_taken_ove
             submission.submit_run(wanted, take_over=True)
     assert not run.path.exists()
     submission.submit_run(wanted, take_over=True)
-    policy = mirror.read_mirror_policy(run)
+    policy = MirrorPolicy.read(run.mirror_policy)
     assert policy is not None
     sync.check_owner(run, policy)  # as a pass does before it copies
     assert mirror_findings(wanted, resume=True) == []
@@ -309,8 +309,8 @@ def test_the_copies_of_a_run_that_is_there_are_never_taken_over(
 ) -> None:
     wanted, place = mirrored
     other = workspace.run("other")
-    mirror.mirror_folder(other).mkdir(parents=True)
-    MirrorPolicy(folder=str(place), id="0123", keep_last=2, program=["true"]).write(mirror.mirror_policy_path(other))
+    other.mirror.mkdir(parents=True)
+    MirrorPolicy(folder=str(place), id="0123", keep_last=2, program=["true"]).write(other.mirror_policy)
     MirrorOwner(id="0123", run=str(other.path)).write(place / "mirror.json")
     with pytest.raises(ConfigError, match=f"holds the copies of another run, {other.path}") as error:
         submission.submit_run(wanted, take_over=True)

@@ -220,7 +220,7 @@ def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert mirrored.claimed() == [20, 30]
-    last = records.read_last_pass(mirrored.run)
+    last = records.MirrorPass.read(mirrored.run.mirror_pass)
     assert last is not None
     assert (last.iteration, last.behind) == (30, 1)
     assert os.strerror(errno.EFBIG) in (last.complaint or "")
@@ -332,7 +332,7 @@ def test_no_rule_of_the_run_removes_the_last_verified_one(mirrored: Mirrored) ->
 
 
 def test_a_damaged_record_fails_no_save_and_removes_nothing(mirrored: Mirrored) -> None:
-    (records.mirror_folder(mirrored.run) / "verified.jsonl").write_text('{"iteration": 20}\n')
+    (mirrored.run.mirror / "verified.jsonl").write_text('{"iteration": 20}\n')
     mirrored.save(40, keep_last=1)
     assert len(list(mirrored.run.checkpoints.glob("iter_*"))) == 4
 
@@ -416,7 +416,7 @@ def test_the_place_of_another_run_is_refused(mirrored: Mirrored) -> None:
     mirrored.policy(id="4567")
     with pytest.raises(RunDirError, match="holds the copies of another run"):
         sync.mirror_checkpoints(mirrored.run)
-    last = records.read_last_pass(mirrored.run)
+    last = records.MirrorPass.read(mirrored.run.mirror_pass)
     assert last is not None
     assert "holds the copies of another run" in (last.complaint or "")
 
@@ -493,14 +493,14 @@ def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Pa
 
 
 def test_two_do_not_copy_at_once(mirrored: Mirrored) -> None:
-    with open(records.mirror_folder(mirrored.run) / "lock", "w") as lock:
+    with open(mirrored.run.mirror / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="another process copies"):
             sync.mirror_checkpoints(mirrored.run)
 
 
 def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:
-    records.mirror_policy_path(mirrored.run).unlink()
+    mirrored.run.mirror_policy.unlink()
     with pytest.raises(RunDirError, match="not copied to a second place") as error:
         sync.mirror_checkpoints(mirrored.run)
     assert "set checkpoint.mirror" in (error.value.hint or "")

@@ -182,7 +182,7 @@ def test_checkpoints_behind_a_link_that_leads_nowhere_are_told(mirrored: Mirrore
 def test_two_do_not_restore_at_once(mirrored: Mirrored, tmp_path: Path) -> None:  # noqa: F811
     mirrored.sync()
     mirrored.lose()
-    with open(records.mirror_folder(mirrored.run) / "lock", "w") as lock:
+    with open(mirrored.run.mirror / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="another process copies"):
             restore.restore_copy(mirrored.run, None)

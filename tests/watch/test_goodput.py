@@ -492,7 +492,7 @@ def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypat
     run = make_accounted(tmp_path / "run")
     replace(Plan.load(run), nodes=1, spare_nodes=1).write(run.plan)
     found = account_for_run(Run(run.path))
-    assert [(each.attempt, each.nodes) for each in found.allocations] == [(1, 3), (2, 2)]
+    assert [(each.attempt, each.allocation.nodes) for each in found.allocations] == [(1, 3), (2, 2)]
     assert found.allocations[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * MICROSECONDS_PER_SECOND
     assert sum(found.parts.values()) == found.allocated
     assert found.waited["queued"] == (60 + 74) * MICROSECONDS_PER_SECOND
@@ -632,7 +632,7 @@ def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
 def test_a_file_that_changes_its_form_is_read_as_a_parser_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relayrun.watch.goodput.metrics_columns.METRICS_CHUNK", 1000)
+    monkeypatch.setattr("relayrun.control.rundir.restarts.METRICS_CHUNK", 1000)
     lines = [step(n, float(n), timers={"a": {"min": 1.0}}) if n % 3 else step(n, float(n)) for n in range(1, 40)]
     lines += [step(n, float(n), params_norm=2.0, memory=[1, 2]) for n in range(40, 90)]
     blocks = written(tmp_path, lines)

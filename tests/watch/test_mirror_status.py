@@ -10,7 +10,6 @@ import pytest
 
 from relayrun.control.notify import events
 from relayrun.control.notify.notices import NoticeTarget
-from relayrun.control.rundir import mirror as records
 from relayrun.control.rundir.plan import Plan
 from relayrun.errors import RunDirError
 from relayrun.train.mirror import sync
@@ -22,9 +21,9 @@ from tests.train.test_mirror import Cut, make_run, mirrored  # noqa: F401 - the 
 
 
 def test_status_says_how_it_stands(mirrored: Mirrored) -> None:  # noqa: F811
-    records.mirror_policy_path(mirrored.run).rename(mirrored.run.path / "aside")
+    mirrored.run.mirror_policy.rename(mirrored.run.path / "aside")
     assert run_status.read_run_status(mirrored.run, QueueStatus(), now=time.time()).mirror is None
-    (mirrored.run.path / "aside").rename(records.mirror_policy_path(mirrored.run))
+    (mirrored.run.path / "aside").rename(mirrored.run.mirror_policy)
     mirrored.sync()
     found = run_status.read_run_status(mirrored.run, QueueStatus(), now=time.time())
     lines = dict(run_status_text._lines(found, time.time()))
@@ -62,7 +61,7 @@ def test_status_says_for_how_long_copies_fail_and_why(mirrored: Mirrored) -> Non
 def test_status_of_copies_that_never_worked(mirrored: Mirrored) -> None:  # noqa: F811
     """The program that copies may not even start: then nobody writes how its pass ended."""
     assert mirror_line(mirrored).startswith("no copy yet; iteration 30 is not copied yet: no pass has ended")
-    assert f"{records.mirror_folder(mirrored.run)}/log" in mirror_line(mirrored)
+    assert f"{mirrored.run.mirror}/log" in mirror_line(mirrored)
     shutil.rmtree(mirrored.place.parents[1])
     with pytest.raises(RunDirError):
         sync.mirror_checkpoints(mirrored.run)
@@ -71,8 +70,8 @@ def test_status_of_copies_that_never_worked(mirrored: Mirrored) -> None:  # noqa
 
 def test_a_copier_that_does_not_start_is_told_with_the_cause(mirrored: Mirrored) -> None:  # noqa: F811
     words = "ModuleNotFoundError: No module named 's3fs'"
-    records.mirror_folder(mirrored.run).mkdir(exist_ok=True)
-    log = records.mirror_folder(mirrored.run) / "log"
+    mirrored.run.mirror.mkdir(exist_ok=True)
+    log = mirrored.run.mirror / "log"
     log.write_text(f'Traceback (most recent call last):\n  File "sync.py", line 3, in <module>\n{words}\n')
     assert f"no pass has ended since the submit; {words} (sync.py:3) (looked " in mirror_line(mirrored)
     now, plan = time.time() + 2 * 3600, Plan.load(mirrored.run)

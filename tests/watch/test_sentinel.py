@@ -21,7 +21,7 @@ from relayrun.cli import main
 from relayrun.control.chain import quota
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import NOTICE_EVENTS, NoticePolicy, NoticeTarget
-from relayrun.control.rundir import campaign, find_runs, mirror
+from relayrun.control.rundir import campaign, find_runs
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
@@ -324,10 +324,10 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
 @pytest.mark.parametrize("complaint", ["/away is away", None])
 def test_a_mirror_that_gets_no_copies_is_told_once(world: World, complaint: str | None) -> None:
     train(world)
-    mirror.mirror_folder(world.run).mkdir()
-    MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(mirror.mirror_policy_path(world.run))
+    world.run.mirror.mkdir()
+    MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(world.run.mirror_policy)
     last = MirrorPass(time=world.now, iteration=50, behind=1, complaint=complaint, good_time=world.now)
-    mirror.write_last_pass(world.run, last)
+    last.write(world.run.mirror_pass)
     for _ in range(4):
         world.now += 2 * HOUR
         world.beat(1)

@@ -19,7 +19,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import checkpoint_hashes
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import file_sizes
+from relayrun.files import file_sizes, stat_of
 from relayrun.progress import Progress
 from relayrun.train.checkpoint import checksums
 from relayrun.train.mirror import restore, sync
@@ -125,11 +125,8 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
 
 def _identity(folder: Path) -> tuple[int, int] | None:
     """Device and inode of a folder, None if it does not exist."""
-    try:
-        found = folder.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+    found = stat_of(folder)
+    return None if found is None else (found.st_dev, found.st_ino)
 
 
 def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:

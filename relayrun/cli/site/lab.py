@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from relayrun import places
 from relayrun.cli import add_set_option
-from relayrun.config.compose import yaml_file
+from relayrun.config.compose import sites
 from relayrun.config.compose.schema import ClusterSection
 from relayrun.config.compose.writable import check_writable
 from relayrun.config.sections.batch_systems import batch_system
@@ -212,19 +212,13 @@ def run_gpu_check(options: argparse.Namespace) -> int:
 
 def read_cluster(name: str) -> dict[str, Any]:
     """Read a cluster's file by its name in configs/clusters/ or its path. Raises ConfigError."""
-    folder = places.shared_file("configs/clusters")
-    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(entry.stem for entry in folder.glob("*.yaml")))
-        words = f"unknown cluster {name!r}; there are: {known}; or give the path of a file"
-        raise ConfigError(words, where="--cluster")
-    values = yaml_file.read_yaml(path).values
+    values = sites.read_site(name, folders=sites.site_folders(), where="--cluster").values
     try:
         ClusterSection.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}", where=path) from None
+        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}", where=name) from None
     return values
 
 

@@ -83,7 +83,7 @@ class CheckpointCopier(PassAfterSave):
         policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
         if policy is None:
             return None
-        with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
+        with open(self._run.mirror / "log", "ab") as log:
             return _start_process([*NICE, *policy.program, str(self._run.path)], self._plan, log)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.control.job_log import log_line
@@ -34,8 +33,10 @@ LOCK_PATIENCE = 5.0
 
 def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     """Submit due evaluations, and record those whose jobs ended without a result. Errors are logged."""
-    with _evaluation_lock(run):  # even if another process hangs: this may be the last look
-        _attend_all(run, plan, scheduler)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no evaluations, no locks, or a full disk, which the next write reports
+            stack.enter_context(folder_lock(run.evaluations, patience=LOCK_PATIENCE))
+        _attend_all(run, plan, scheduler)  # even if another process hangs: this may be the last look
 
 
 def submit_left_evaluations(run: Run) -> None:
@@ -44,15 +45,6 @@ def submit_left_evaluations(run: Run) -> None:
     if run.evaluation_policy.exists() and evaluations.unqueued_iterations(run):
         plan = Plan.load_trusted(run)
         submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
-
-
-@contextlib.contextmanager
-def _evaluation_lock(run: Run) -> Iterator[None]:
-    """Hold the lock of a run's evaluations for a while of waiting, or none on a file system without locks."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # no evaluations, no locks, or a full disk, which the next write reports
-            stack.enter_context(folder_lock(run.evaluations, patience=LOCK_PATIENCE))
-        yield
 
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:

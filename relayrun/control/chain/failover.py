@@ -118,7 +118,7 @@ def _queue_next(
     delay = BEGIN_BACKOFF << (count - 1)
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
-    requested_options.record_accepted(run, scheduler, job_id)
+    requested_options.record_accepted(run, plan, job_id)
     jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count, patience=FALLBACK_PATIENCE)
     try:
         fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))

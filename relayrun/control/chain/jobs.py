@@ -100,14 +100,9 @@ def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
     evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
     job_id = scheduler.submit_first(plan, run.job_script, evaluation)
-    requested_options.record_accepted(run, _hasty(run, plan), job_id)
+    requested_options.record_accepted(run, plan, job_id)
     queue_fallback_job(run, plan, job_id)
     return job_id
-
-
-def _hasty(run: Run, plan: Plan) -> Scheduler:
-    """Return the scheduler without retries, for what a job that is queued already can go without."""
-    return scheduler_for_plan(plan, run, patience=0)
 
 
 def ensure_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int = 0) -> str:
@@ -124,7 +119,7 @@ def ensure_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
                 raise
             job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         log_line(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
-        requested_options.record_accepted(run, _hasty(run, plan), job_id)
+        requested_options.record_accepted(run, plan, job_id)
     for job in found[1:]:  # the answer to a submit was lost, and a second job was submitted
         cancel_job(scheduler, job)
     owed = not queue_fallback_job(run, plan, job_id)
@@ -239,7 +234,7 @@ def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, 
         if (job := scheduler.query(job_id)) is not None and job.waits:
             requested_options.note_changes(run, plan, job)
         if excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id):
-            requested_options.record_accepted(run, _hasty(run, plan), job_id)
+            requested_options.record_accepted(run, plan, job_id)
     except SchedulerError as error:
         log_line(f"job {job_id} stays as it is: {error.message}")
 

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import QuotaLimit, QuotaUsage
+from relayrun.control.rundir.storage_limits import QuotaLimit, QuotaUsage, UsageRecord
 from relayrun.errors import RelayrunError
+from relayrun.files import stat_of
 
 QUOTA_QUESTION_SECONDS = 10.0
 """Time limit of a quota command."""
@@ -68,10 +68,8 @@ class QuotaMonitor:
 
 def is_measurement_due(run: Run, *, now: float) -> bool:
     """Return whether the last measurement is older than the interval of a running job."""
-    try:
-        return now - storage_limits.usage_path(run).stat().st_mtime > 1.5 * MEASURE_SECONDS
-    except FileNotFoundError:
-        return True
+    found = stat_of(run.quota)
+    return found is None or now - found.st_mtime > 1.5 * MEASURE_SECONDS
 
 
 def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
@@ -92,7 +90,7 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
         one = sizes[0] if sizes else 0
         to_come = max(0, kept - len(sizes)) * one
         usages.append(QuotaUsage(**vars(each), time=now, own=sum(sizes), to_come=to_come, one=one))
-    storage_limits.record_usage(run, usages, complaint=complaint)
+    UsageRecord(quotas=[vars(each) for each in usages], complaint=complaint).write(run.quota)
 
 
 def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:

@@ -16,7 +16,8 @@ from relayrun.control.job_log import log_line
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import Job, Scheduler
+from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.slurmtime import parse_time
 
@@ -59,10 +60,11 @@ def describe_changes(run: Run) -> list[str]:
     return found
 
 
-def record_accepted(run: Run, scheduler: Scheduler, job_id: str) -> None:
-    """Record what Slurm accepted for a job that was just queued or changed by the chain. Errors are logged."""
+def record_accepted(run: Run, plan: Plan, job_id: str) -> None:
+    """Record what Slurm accepted for a job that was just queued or changed by the chain. Errors are logged, without
+    retries: a job that is queued already can go without."""
     try:
-        job = scheduler.query(job_id)
+        job = scheduler_for_plan(plan, run, patience=0).query(job_id)
     except SchedulerError as error:
         log_line(f"what Slurm accepted for job {job_id} is not known: {error.message}")
         job = None

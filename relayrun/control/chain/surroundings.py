@@ -18,12 +18,11 @@ from pathlib import Path
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.scheduler.error_lines import expand_nodelist
+from relayrun.files import MIN_FREE_BYTES
 
 RESOLVE_SECONDS = 5.0
 """Maximum seconds for the names of all nodes."""
 MAX_NAMES = 64
-FULL_BYTES = 1 << 16
-"""A file system with less free space is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Surroundings(Record):
     def full(self) -> list[str]:
         """The folders whose file system is full."""
         no_inodes = {path for path, count in self.free_inodes.items() if count == 0}
-        return [path for path, free in self.free_bytes.items() if free < FULL_BYTES or path in no_inodes]
+        return [path for path, free in self.free_bytes.items() if free < MIN_FREE_BYTES or path in no_inodes]
 
 
 def record_surroundings(attempt: Attempt, started: AttemptStart) -> None:

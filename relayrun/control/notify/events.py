@@ -16,10 +16,11 @@ from relayrun.control.diagnosis import first_cause
 from relayrun.control.failure_signatures import cause_words, classify
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
-from relayrun.control.rundir import mirror, node_health, storage_limits
+from relayrun.control.rundir import node_health, storage_limits
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult, unqueued_iterations
+from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaUsage
@@ -128,7 +129,7 @@ def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) 
 
 def copier_failure(run: Run) -> str:
     """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
-    log = mirror.mirror_folder(run) / "log"
+    log = run.mirror / "log"
     said = first_cause(last_bytes(log, 1 << 16).decode("utf-8", errors="replace")) if log.is_file() else None
     return "" if said is None else said.text
 
@@ -141,11 +142,11 @@ def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
 def mirror_notice(run: Run, now: float) -> tuple[str, str] | None:
     """Return id and words of a notice about a mirror that has copied nothing for MIRROR_SECONDS, and why; or, if no
     pass says why, about checkpoints that have waited for NOT_COPIED_SECONDS of a job; else None."""
-    if mirror.read_mirror_policy(run) is None:
+    if MirrorPolicy.read(run.mirror_policy) is None:
         return None
-    last, newest = mirror.read_last_pass(run), run.newest_begun()
+    last, newest = MirrorPass.read(run.mirror_pass), run.newest_begun()
     begin = newest.read_begin() if newest and newest.read_end() is None else None
-    since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
+    since = (last and last.good_time) or run.mirror_policy.stat().st_mtime
     if why := last.complaint if last else copier_failure(run):
         told, words = now - since > MIRROR_SECONDS, f"checkpoints are not copied to the mirror: {why}"
         return (f"disk-mirror-{int(since)}", words) if told else None

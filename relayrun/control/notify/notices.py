@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import write_atomic
+from relayrun.files import names_in, write_atomic
 
 NOTICE_EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 """Subjects of notices."""
@@ -160,38 +160,21 @@ class NoticeMessage:
     """Time of the first of them."""
 
 
-def notices_folder(run: Run) -> Path:
-    return run.path / "notices"
-
-
-def read_notice_policy(run: Run) -> NoticePolicy | None:
-    """Return the notice policy; None without one. Raises RunDirError if the record is damaged."""
-    return NoticePolicy.read(f"{run.path}/{NOTICE_POLICY_NAME}")
-
-
 def read_trusted_notice_policy(run: Run) -> NoticePolicy | None:
     """Return the policy for sending. Raises RunDirError if it is damaged or not trusted."""
     return NoticePolicy.read_trusted(run.path, NOTICE_POLICY_NAME)
 
 
-def notice_policy_path(run: Run) -> Path:
-    return run.path / NOTICE_POLICY_NAME
-
-
 def write_notice_policy(run: Run, policy: NoticePolicy) -> None:
     """Set the recipients from now on."""
-    notices_folder(run).mkdir(exist_ok=True)
-    policy.write(notice_policy_path(run))
+    run.notices.mkdir(exist_ok=True)
+    policy.write(run.notice_policy)
 
 
 def known_notices(run: Run) -> dict[str, set[str]]:
     """Return, by notice id, the suffixes of its files (`json`, `tried`, `told`)."""
     found: dict[str, set[str]] = {}
-    try:
-        names = os.listdir(notices_folder(run))
-    except FileNotFoundError:
-        return {}
-    for name in names:
+    for name in names_in(run.notices):
         stem, dot, suffix = name.rpartition(".")
         if dot and stem.partition("-")[0] in NOTICE_EVENTS and suffix in ("json", "tried", "told"):
             found.setdefault(stem, set()).add(suffix)
@@ -208,7 +191,7 @@ def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
         for name, value in vars(notice).items()
         if isinstance(value, str) and name != "id"
     }
-    Notice(**{**vars(notice), **short}).write(notices_folder(run) / f"{notice.id}.json")
+    Notice(**{**vars(notice), **short}).write(run.notices / f"{notice.id}.json")
     return True
 
 
@@ -219,10 +202,10 @@ def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
         if "json" not in suffixes or "told" in suffixes:
             continue
         with contextlib.suppress(RunDirError):
-            notice = Notice.read(notices_folder(run) / f"{name}.json")
+            notice = Notice.read(run.notices / f"{name}.json")
             delivery = None
             with contextlib.suppress(RunDirError):
-                delivery = NoticeDelivery.read(notices_folder(run) / f"{name}.tried")
+                delivery = NoticeDelivery.read(run.notices / f"{name}.tried")
             if notice is not None:
                 found.append((notice, delivery or NoticeDelivery(cause=notice.cause)))
     return sorted(found, key=lambda entry: (entry[0].time, entry[0].id))
@@ -234,7 +217,7 @@ def last_sent_times(
     """Return the recent times at which each target was last told of each cause, by (target, cause)."""
     deliveries = [delivery for _, delivery in waiting]
     for name, suffixes in known_notices(run).items():
-        path = notices_folder(run) / f"{name}.told"
+        path = run.notices / f"{name}.told"
         with contextlib.suppress(FileNotFoundError, RunDirError):
             if "told" in suffixes and now - path.stat().st_mtime < 2 * QUIET_SECONDS:
                 deliveries += filter(None, [NoticeDelivery.read(path)])
@@ -283,7 +266,7 @@ def must_wait_for_retry(
 
 def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets: Sequence[NoticeTarget]) -> None:
     """Write the delivery of a notice; it is settled if no target waits for it. Raises OSError."""
-    path = notices_folder(run) / f"{notice.id}.tried"
+    path = run.notices / f"{notice.id}.tried"
     delivery.write(path)
     waits = [t for t in targets if notice.event in t.events and delivery.state(t.name) == "waits"]
     if not waits:
@@ -293,10 +276,10 @@ def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets:
 def remove_old_notices(run: Run) -> None:
     """Remove the oldest sent notices. Only the process that sends calls it."""
     told = [name for name, suffixes in known_notices(run).items() if "told" in suffixes]
-    age = {name: (notices_folder(run) / f"{name}.told").stat().st_mtime for name in told}
+    age = {name: (run.notices / f"{name}.told").stat().st_mtime for name in told}
     for name in sorted(told, key=lambda name: age[name])[: max(0, len(told) - MAX_SENT_NOTICES)]:
         for suffix in ("json", "told"):  # a notice without .told would be told again
-            (notices_folder(run) / f"{name}.{suffix}").unlink(missing_ok=True)
+            (run.notices / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 def take_sender_lock(run: Run, *, now: float) -> Path | None:
@@ -310,7 +293,7 @@ def take_sender_lock(run: Run, *, now: float) -> Path | None:
     if newest is not None and not _is_sender_lock_free(newest, now):
         return None
     number = int(newest.name.rpartition("-")[2]) + 1 if newest is not None else 1
-    own = notices_folder(run) / f"sender-{number:07}"
+    own = run.notices / f"sender-{number:07}"
     try:
         with open(own, "x", encoding="utf-8") as file:
             json.dump({"time": now, "host": os.uname().nodename, "pid": os.getpid()}, file)
@@ -334,20 +317,14 @@ def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_aga
     """Return whether a message is due, and no other process sends now. Raises OSError, RunDirError. `again_and_again`:
     the caller asks every few minutes, so that failed messages wait longer each time."""
     waiting = pending_notices(run)
-    if not waiting or is_being_sent(run):
+    if not waiting or not all(_is_sender_lock_free(turn, time.time()) for turn in _sender_locks(run)[-1:]):
         return False
     messages = due_messages(policy.every_target(), waiting, last_sent_times(run, waiting, now=now), now=now)
     return any(not (again_and_again and must_wait_for_retry(message, waiting, now=now)) for message in messages)
 
 
-def is_being_sent(run: Run) -> bool:
-    """Return whether a process sends now."""
-    turns = _sender_locks(run)
-    return bool(turns) and not _is_sender_lock_free(turns[-1], time.time())
-
-
 def _sender_locks(run: Run) -> list[Path]:
-    return sorted(notices_folder(run).glob("sender-*"), key=lambda path: (len(path.name), path.name))
+    return sorted(run.notices.glob("sender-*"), key=lambda path: (len(path.name), path.name))
 
 
 def _is_sender_lock_free(turn: Path, now: float) -> bool:

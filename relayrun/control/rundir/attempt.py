@@ -20,6 +20,7 @@ from relayrun.files import (
     read_json_lines,
     read_json_lines_backwards,
     read_with_identity,
+    text_of,
 )
 
 R = TypeVar("R", bound=Record)
@@ -205,10 +206,7 @@ class Attempt:
 
     def read_unmatched(self) -> list[str]:
         """Return the settings that fit nothing of what the attempt's program prints and writes, in words."""
-        try:
-            return self.unmatched.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
+        return (text_of(self.unmatched) or "").splitlines()
 
     def read_heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of every node, by name; unreadable ones are left out."""

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from relayrun.control.rundir.records import AttemptStart, CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, path_exists, unused_name
+from relayrun.files import fsync_directory, path_exists, stat_of, unused_name
 
 T = TypeVar("T")
 
@@ -212,9 +212,8 @@ def checkpoint_fault(commit: CheckpointCommit) -> str | None:
     if not path_exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
-        try:
-            found = os.stat(commit.path if name == "." else os.path.join(commit.path, name))
-        except FileNotFoundError:
+        found = stat_of(commit.path if name == "." else os.path.join(commit.path, name))
+        if found is None:
             return f"{name} is missing"
         if not stat.S_ISREG(found.st_mode):  # a reader of a pipe would wait for ever
             return f"{name} is no file"

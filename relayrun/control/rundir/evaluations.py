@@ -16,7 +16,6 @@ evaluations.jsonl                one line per result
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
-from relayrun.files import write_atomic
+from relayrun.files import names_in, write_atomic
 
 EvaluationScores = dict[str, dict[str, float]]
 """Metrics and values by task, or by validation set."""
@@ -171,11 +170,7 @@ def iterations_held_by_evaluations(run: Run) -> set[int]:
 
 def all_evaluations(run: Run) -> list[EvaluationDir]:
     """Return all evaluations on record, by iteration."""
-    try:
-        names = sorted(name for name in os.listdir(run.evaluations) if name.startswith("iter_"))
-    except FileNotFoundError:
-        return []
-    return [EvaluationDir(run.evaluations / name) for name in names]
+    return [EvaluationDir(run.evaluations / name) for name in names_in(run.evaluations) if name.startswith("iter_")]
 
 
 def evaluation_results(run: Run) -> list[EvaluationResult]:

@@ -147,32 +147,9 @@ class MirrorPass(Record):
     """Number of claimed copies, including those whose checkpoint no longer counts."""
 
 
-def mirror_folder(run: Run) -> Path:
-    return run.path / "mirror"
-
-
-def mirror_policy_path(run: Run) -> Path:
-    return run.path / MIRROR_POLICY_NAME
-
-
-def read_mirror_policy(run: Run) -> MirrorPolicy | None:
-    """Return the mirror policy of a run; None without a mirror. Raises RunDirError if the record is damaged."""
-    return MirrorPolicy.read(mirror_policy_path(run))
-
-
-def read_last_pass(run: Run) -> MirrorPass | None:
-    """Return the record of the last pass; None before the first. Raises RunDirError if the record is damaged."""
-    return MirrorPass.read(mirror_folder(run) / "last.json")
-
-
-def write_last_pass(run: Run, last: MirrorPass) -> None:
-    """Record the end of a pass. Raises OSError."""
-    last.write(mirror_folder(run) / "last.json")
-
-
 def write_copy_in_progress(run: Run, iteration: int | None, *, now: float) -> None:
     """Protect a checkpoint from the rules of the run while it is copied; None ends the protection. Raises OSError."""
-    path = mirror_folder(run) / "copying.json"
+    path = run.mirror / "copying.json"
     if iteration is None:
         path.unlink(missing_ok=True)
     else:
@@ -181,23 +158,21 @@ def write_copy_in_progress(run: Run, iteration: int | None, *, now: float) -> No
 
 def record_verified(run: Run, commit: CheckpointCommit, *, now: float) -> None:
     """Record that every byte of a checkpoint was read back and is correct. Raises OSError."""
-    mirror_folder(run).mkdir(exist_ok=True)
+    run.mirror.mkdir(exist_ok=True)
     record = VerifiedCheckpoint(iteration=commit.iteration, checksum=commit.checksum, saved=commit.time, time=now)
-    record.append(mirror_folder(run) / "verified.jsonl")
+    record.append(run.mirror / "verified.jsonl")
 
 
 def iterations_held_by_mirror(run: Run) -> set[int]:
     """Return iterations that no rule may remove: the one being copied, the last verified one. Raises RunDirError."""
-    copying = CopyInProgress.read(mirror_folder(run) / "copying.json")
+    copying = CopyInProgress.read(run.mirror / "copying.json")
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)
-    verified = (
-        VerifiedCheckpoint.of(entry) for _, entry in read_json_lines_backwards(mirror_folder(run) / "verified.jsonl")
-    )
+    verified = (VerifiedCheckpoint.of(entry) for _, entry in read_json_lines_backwards(run.mirror / "verified.jsonl"))
     try:
         newest = next((each.iteration for each in verified if each.is_on(line)), None)
     except TypeError as error:
-        raise RunDirError(f"unreadable record: {error}", where=mirror_folder(run) / "verified.jsonl") from None
+        raise RunDirError(f"unreadable record: {error}", where=run.mirror / "verified.jsonl") from None
     return found if newest is None else found | {newest}
 
 

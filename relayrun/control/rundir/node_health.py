@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import Record
 from relayrun.files import read_json_lines
-
-if TYPE_CHECKING:  # newer than the oldest Python of a batch script
-    pass
 
 HealthAction = Literal["warned", "left out", "ended"]
 

@@ -17,6 +17,7 @@ lives; the watch: everything is recorded; removed when the next restart may be f
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -263,6 +264,13 @@ METRICS_CHUNK = 1 << 20
 """Bytes that are read at a time: a run may have a million lines."""
 
 
+def metrics_chunks(metrics: Path) -> Iterator[list[bytes]]:
+    """Yield the lines of an attempt's metrics, oldest first, some at a time; none of a missing file."""
+    with contextlib.suppress(FileNotFoundError), open(metrics, "rb") as file:
+        while lines := file.readlines(METRICS_CHUNK):
+            yield lines
+
+
 def resets_iteration(line: Mapping[str, Any]) -> bool:
     """Return whether a line of the metrics says that training went back."""
     return any(kind in line for kind in RESET_KEYS)
@@ -282,14 +290,9 @@ def iteration_resets(metrics: Path, rollbacks: Sequence[int], *, before_rollback
 def _reset_lines(metrics: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines by which training goes back, without parsing other lines or torn ones."""
     keys = tuple(f'"{kind}": '.encode() for kind in RESET_KEYS)
-    try:
-        file = open(metrics, "rb")  # noqa: SIM115 - closed below, where the generator is
-    except FileNotFoundError:
-        return
-    with file:
-        while lines := file.readlines(METRICS_CHUNK):
-            text = b"".join(lines)
-            for line in lines if any(key in text for key in keys) else ():
-                value = parse_record(line) if line.endswith(b"\n") and any(key in line for key in keys) else None
-                if value is not None and resets_iteration(value):
-                    yield value
+    for lines in metrics_chunks(metrics):
+        text = b"".join(lines)
+        for line in lines if any(key in text for key in keys) else ():
+            value = parse_record(line) if line.endswith(b"\n") and any(key in line for key in keys) else None
+            if value is not None and resets_iteration(value):
+                yield value

@@ -23,7 +23,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from typing import cast
 from relayrun.control.rundir.attempt import Attempt, PathIn
 from relayrun.control.rundir.records import ChainEnd, ChainEndState
 from relayrun.errors import RunDirError
-from relayrun.files import path_exists, read_bytes, write_atomic
+from relayrun.files import names_in, path_exists, read_bytes, write_atomic
 from relayrun.leftovers import exclusive_lock, open_lock
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
@@ -74,6 +73,14 @@ class Run:
     """The checkpoints that are evaluated, by the newest submit."""
     evaluation_script = PathIn("evaluation.sbatch")
     """The job that evaluates one checkpoint, given its iteration and attempt."""
+    notices = PathIn("notices")
+    notice_policy = PathIn("notices/policy.json")
+    """Who is told of what, by the newest submit; see `control.notify.notices`."""
+    mirror = PathIn("mirror")
+    mirror_policy = PathIn("mirror/policy.json")
+    """Where checkpoints are copied to, by the newest submit; see `rundir.mirror`."""
+    mirror_pass = PathIn("mirror/last.json")
+    quota = PathIn("quota.json")
     requests = PathIn("requests.json")
     """The options that Slurm accepted for the newest jobs, and a person's changes; see `chain.requested_options`."""
     node_failures = PathIn("nodes.jsonl")
@@ -139,11 +146,7 @@ _ATTEMPT_NAME = re.compile(r"(\d{4,})")
 
 
 def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+    return sorted(int(match[1]) for name in names_in(folder) if (match := pattern.fullmatch(name)))
 
 
 STOP_IS_A_DIRECTORY = ChainEnd("stopped", "STOP is there, as a directory")

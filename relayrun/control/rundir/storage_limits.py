@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal
 
 from relayrun.control.rundir.records import Record
@@ -73,20 +71,10 @@ class UsageRecord(Record):
     """The reason if the measurement is incomplete."""
 
 
-def usage_path(run: Run) -> Path:
-    """Return the path of quota.json."""
-    return run.path / "quota.json"
-
-
 def read_usage(run: Run) -> tuple[list[QuotaUsage], str | None]:
     """Return the newest measurement, and why it is incomplete. Raises RunDirError if the record is damaged."""
-    record = UsageRecord.read(usage_path(run)) or UsageRecord()
+    record = UsageRecord.read(run.quota) or UsageRecord()
     return [QuotaUsage.of(each) for each in record.quotas], record.complaint
-
-
-def record_usage(run: Run, found: Iterable[QuotaUsage], *, complaint: str | None) -> None:
-    """Record a measurement in place of the last one. Raises OSError."""
-    UsageRecord(quotas=[asdict(each) for each in found], complaint=complaint).write(usage_path(run))
 
 
 def format_amount(value: float, kind: QuotaKind) -> str:

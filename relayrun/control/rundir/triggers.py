@@ -18,7 +18,7 @@ from typing import Literal
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RunDirError, describe_owner, group_name, user_name
-from relayrun.files import write_json
+from relayrun.files import stat_of, write_json
 
 TriggerName = Literal["save", "exit"]
 TRIGGER_NAMES: tuple[TriggerName, ...] = ("save", "exit")
@@ -89,13 +89,13 @@ def first_closed_folder(run: Run) -> Path | None:
 
 def read_trigger(run: Run, name: TriggerName) -> Trigger | None:
     """Return the trigger, or None if it is not touched."""
-    status = _trigger_status(run, name)
+    status = stat_of(run.triggers / name, follow_symlinks=False)
     return None if status is None else Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
 
 
 def is_trigger_touched(run: Run, name: TriggerName) -> bool:
     """Return whether the trigger exists, without a look-up of its user's name."""
-    return _trigger_status(run, name) is not None
+    return stat_of(run.triggers / name, follow_symlinks=False) is not None
 
 
 def acknowledge_trigger(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
@@ -107,13 +107,6 @@ def acknowledge_trigger(run: Run, trigger: Trigger, *, iteration: int, result: s
         path = run.triggers / trigger.name
         with contextlib.suppress(FileNotFoundError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _trigger_status(run: Run, name: TriggerName) -> os.stat_result | None:
-    try:
-        return os.stat(run.triggers / name, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
 
 
 def _group_id(group: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
-from relayrun.files import writable_by_owner_alone
+from relayrun.files import names_in, writable_by_owner_alone
 from relayrun.leftovers import is_locked, open_lock
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
@@ -124,11 +124,7 @@ class LocalQueue:
 
     def every_job(self) -> list[LocalJob]:
         """Return all jobs in the order in which they were queued."""
-        try:
-            names = sorted(os.listdir(self.folder))
-        except FileNotFoundError:
-            return []
-        jobs = [name for name in names if name.startswith("job-") and name.endswith(".json")]
+        jobs = [name for name in names_in(self.folder) if name.startswith("job-") and name.endswith(".json")]
         return [self._read(f"{self.folder}/{name}") for name in jobs]
 
     @contextlib.contextmanager

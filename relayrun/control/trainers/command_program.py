@@ -31,7 +31,7 @@ from relayrun.control.job_log import LOG_PREFIX, LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, last_bytes, read_json_lines, write_atomic
+from relayrun.files import fsync_directory, last_bytes, names_in, read_json_lines, stat_of, text_of, write_atomic
 from relayrun.leftovers import temporary_prefix
 
 
@@ -55,8 +55,8 @@ class CheckpointRule:
         """Return iteration and path of every entry with a checkpoint's name, rising."""
         found = [self.folder]
         for part in self.pattern.split("/"):
-            name = _expression(part)
-            found = [folder / entry for folder in found for entry in _entries(folder) if name.fullmatch(entry)]
+            name, folders = _expression(part), filter(Path.is_dir, found)
+            found = [folder / entry for folder in folders for entry in names_in(folder) if name.fullmatch(entry)]
         marks = {mark for path in found for mark in self._with_marks(path) if mark != path}
         return sorted((int(self._digits(path.name) or 0), path) for path in found if path not in marks)
 
@@ -75,7 +75,7 @@ class CheckpointRule:
 
     def unmatched(self) -> Iterator[str]:
         """Yield what no entry of the folder fits, in words."""
-        entries = sorted(name for name in _entries(self.folder) if name[0] != "." and name != self.tracker)
+        entries = [name for name in names_in(self.folder) if name[0] != "." and name != self.tracker]
         text, known = self._tracker_text(), self.every()
         if entries and not known:
             some = f"{len(entries)} entries of {self.folder}: {', '.join(entries[:3])}"
@@ -134,12 +134,11 @@ class CheckpointRule:
         if self.tracker is None:
             return None
         path = self.folder / self.tracker
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if path.is_symlink():
                 return os.readlink(path)
-            return path.read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return None
+        text = text_of(path)
+        return None if text is None else text.strip()
 
     def _digits(self, name: str) -> str | None:
         """Return the iteration in a name with its leading zeros; None if it is no checkpoint's name."""
@@ -170,13 +169,6 @@ def _expression(part: str) -> re.Pattern[str]:
     return re.compile(r"(?!\.)" * wild.startswith(".*") + wild.replace(r"\{iteration\}", "([0-9]+)"))
 
 
-def _entries(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _mark(path: Path, name: str) -> Path:
     """Return the file that marks a checkpoint: in it, or beside it if the name says the checkpoint's."""
     beside = name.replace("{name}", path.name).replace("{stem}", path.stem)
@@ -189,9 +181,8 @@ def _is_number(text: str) -> bool:
 
 def _unwritten_fault(path: Path) -> str | None:
     """Return the defect of a file that is written last; None without one."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    found = stat_of(path)
+    if found is None:
         return "is missing"
     if path.suffix == ".json" and not _holds_json(path, found.st_size, found.st_mtime_ns):
         return "is not written to its end"

@@ -10,7 +10,6 @@ Megatron-LM writes the tracker last. `.metadata` is read without torch and witho
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from collections.abc import Container, Sequence
@@ -24,7 +23,7 @@ from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, Progra
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
 from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_bounded
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import fsync_directory, names_in, stat_of, text_of, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -42,10 +41,7 @@ def iteration_of_folder(name: str) -> int | None:
 
 def tracked_iteration(folder: Path) -> int | None:
     """Return the iteration that the tracker names; None without one."""
-    try:
-        text = (folder / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
+    text = (text_of(folder / TRACKER_FILE) or "").strip()
     return int(text) if text.isdecimal() else None
 
 
@@ -80,12 +76,11 @@ def _short_file(checkpoint: Path) -> str | None:
     except CorruptPickle as error:
         return f"{METADATA_FILE} cannot be read ({error})"
     for name, least in sorted(sizes.items()):
-        try:
-            size = (checkpoint / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+        found = stat_of(checkpoint / name)
+        if found is None:
             return f"{name} is missing"
-        if size < least:
-            return f"{name} has {size} bytes, not {least}"
+        if found.st_size < least:
+            return f"{name} has {found.st_size} bytes, not {least}"
     return None
 
 
@@ -104,11 +99,7 @@ def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[Found
 
 def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return iteration and folder of everything with a checkpoint's name, rising."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    found = ((iteration_of_folder(name), folder / name) for name in names)
+    found = ((iteration_of_folder(name), folder / name) for name in names_in(folder))
     return sorted((iteration, path) for iteration, path in found if iteration is not None and path.is_dir())
 
 
@@ -127,10 +118,8 @@ def prepare_checkpoints(folder: Path, *, base: int, attempt: int) -> list[str]:
 
 
 def _is_not_empty(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    found = stat_of(path)
+    return found is not None and found.st_size > 0
 
 
 def least_file_sizes(metadata: Path) -> dict[str, int]:

@@ -242,6 +242,6 @@ def _fault_cost(run: Run) -> tuple[float, int, float]:
     seconds = 0.0
     for number, each in enumerate(spent.allocations):
         names = LOST_PARTS if number == 0 else LOST_PARTS | START_PARTS
-        seconds += sum(each.parts.get(name, 0) for name in names) / each.nodes
+        seconds += sum(each.parts.get(name, 0) for name in names) / each.allocation.nodes
         seconds += sum(each.waited.values()) if number else 0
     return seconds / MICROSECONDS_PER_SECOND, spent.work.redone_iterations, spent.allocated / MICROSECONDS_PER_SECOND

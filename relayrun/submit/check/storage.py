@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.errors import URL_WRITE_HINT, InputError, nearest_existing, why_url_is_refused
-from relayrun.files import file_size
+from relayrun.files import file_size, free_space, write_error
 from relayrun.submit import policies
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.forecast import Forecast, format_bytes
@@ -88,14 +87,10 @@ def check_log_folder(folder: Path) -> None:
 
     Jobs would die without a word. Nothing is made here.
     """
-    there = nearest_existing(folder.resolve())
-    try:
-        with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
-            pass
-    except OSError as error:
+    if error := write_error(nearest_existing(folder.resolve())):
         words = f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once"
         hint = "let its owner open it (chmod g+w), or use a checkout of your own"
-        raise InputError(words, where=folder, hint=hint) from None
+        raise InputError(words, where=folder, hint=hint)
 
 
 def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_command: Sequence[str] = ()) -> None:
@@ -104,8 +99,7 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
     `quota_command`: the site's own that says the quota.
     """
     place = nearest_existing(run.checkpoints.resolve())
-    status = os.statvfs(place)
-    free = status.f_bavail * status.f_frsize
+    status, free = os.statvfs(place), free_space(place)
     already = sum(file_size(path) for path in run.checkpoints.glob("iter_*/*"))
     one, kept = forecast.checkpoint.bytes, forecast.checkpoint.most_bytes
     name = "storage.space"

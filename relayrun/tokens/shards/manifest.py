@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 
 from relayrun.errors import InputError, RelayrunError, combined_error
-from relayrun.files import read_json, write_json
+from relayrun.files import read_json, stat_of, write_json
 from relayrun.tokens.shards.prefixes import is_repeated_pass
 from relayrun.tokens.shards.shard import Shard, ShardRecords
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -118,9 +118,8 @@ class TextFileEntry:
         read whole, and is unchanged if its content is known and equal. URLs are compared when opened."""
         if "://" in self.path:
             return []
-        try:
-            now = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
+        now = stat_of(self.path)
+        if now is None:
             return [f"{self.path}: missing"]
         if now.st_size != self.size:
             return [f"{self.path}: {now.st_size} bytes, was {self.size}"]

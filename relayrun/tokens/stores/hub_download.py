@@ -11,7 +11,6 @@ import fnmatch
 import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import write_atomic
+from relayrun.files import stat_of, write_atomic
 from relayrun.tokens.stores.urls import first_line, retry_transient
 
 log = logging.getLogger(__name__)
@@ -160,10 +159,8 @@ def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
     noted = sums.get(file.path)
     if noted is None or (file.large and noted != file.digest):
         return False
-    try:
-        return os.stat(output / file.path).st_size == file.size
-    except FileNotFoundError:
-        return False
+    found = stat_of(output / file.path)
+    return found is not None and found.st_size == file.size
 
 
 def _read_sums(path: Path) -> dict[str, str]:

@@ -34,6 +34,7 @@ from relayrun.files import (
     append_line,
     free_space,
     fsync_directory,
+    names_in,
     read_json,
     read_json_lines,
     write_atomic,
@@ -171,11 +172,7 @@ class DumpsFolder:
 
 
 def _dump_numbers(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for match in map(_PATHS_FILE.fullmatch, names) if match)
+    return sorted(int(match[1]) for match in map(_PATHS_FILE.fullmatch, names_in(folder)) if match)
 
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:

@@ -47,7 +47,7 @@ def mirror_checkpoints(run: Run, *, verify: bool = False) -> MirrorPassResult:
     """Bring the copies of a run up to date; return a report. `verify`: read all copies back in full, too. Raises
     RelayrunError if the run has no mirror, its place is away or another run's, or another process copies now."""
     policy = trusted_policy(run)
-    mirror.mirror_folder(run).mkdir(exist_ok=True)
+    run.mirror.mkdir(exist_ok=True)
     with mirror_lock(run), writable_by_owner_alone():
         work = _MirrorPass(run, policy)
         try:
@@ -116,7 +116,7 @@ class _MirrorPass:
         now, complaint = time.time(), "; ".join(complaints) or None
         last = MirrorPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
         with contextlib.suppress(RelayrunError, OSError):
-            if (before := mirror.read_last_pass(self._run)) is not None:
+            if (before := MirrorPass.read(self._run.mirror_pass)) is not None:
                 good_time = before.time if before.complaint is None else before.good_time
                 last = replace(last, iteration=before.iteration, copies=before.copies, good_time=good_time)
             last = replace(last, behind=len(self._missing()))
@@ -128,7 +128,7 @@ class _MirrorPass:
         if complaint is None:
             last = replace(last, good_time=now)
         with contextlib.suppress(OSError):
-            mirror.write_last_pass(self._run, last)
+            last.write(self._run.mirror_pass)
 
     def _line(self) -> dict[str, CheckpointCommit]:
         """Return the run's own commits that count, by the names of their copies."""
@@ -222,13 +222,13 @@ class _MirrorPass:
 
 def _open_destination(run: Run, policy: MirrorPolicy) -> None:
     """Make the second place this run's. Raises RelayrunError if it belongs to another run, or is away."""
-    last, place = mirror.read_last_pass(run), Path(policy.folder)
+    last, place = MirrorPass.read(run.mirror_pass), Path(policy.folder)
     if last is not None and (last.copies or last.iteration is not None) and mirror.read_owner(place) is None:
         what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
         raise RunDirError(
             f"the second place is away, or was emptied: {what} there",
             where=place,
-            hint=f"mount it again; to begin anew, remove {mirror.mirror_folder(run) / 'last.json'}",
+            hint=f"mount it again; to begin anew, remove {run.mirror / 'last.json'}",
         )
     check_owner(run, policy)
     if not place.parents[1].is_dir():
@@ -257,7 +257,7 @@ def check_owner(run: Run, policy: MirrorPolicy) -> None:
 def is_still_mirrored(run: Run, name: str) -> bool:
     """Return whether a run still copies under this id."""
     with contextlib.suppress(RunDirError, OSError):
-        policy = mirror.read_mirror_policy(run)
+        policy = MirrorPolicy.read(run.mirror_policy)
         return policy is not None and policy.id == name
     return False
 
@@ -267,7 +267,7 @@ def mirror_lock(run: Run) -> Iterator[None]:
     """Exclude other processes from copying or restoring checkpoints of the run. Raises RunDirError if one does."""
     refusal = RunDirError("another process copies the checkpoints of this run now", where=run.path)
     # without locks: all copies are verified anyway
-    lock = exclusive_lock(open_lock(mirror.mirror_folder(run) / "lock"), refusal, optional=True)
+    lock = exclusive_lock(open_lock(run.mirror / "lock"), refusal, optional=True)
     with lock, on_interrupt(lambda: "what is copied is kept; the same command goes on"):
         yield
 

@@ -41,10 +41,6 @@ class AllocationAccount:
         return None if self.allocation.facts is None else self.allocation.facts.begin.attempt
 
     @property
-    def nodes(self) -> int:
-        return self.allocation.nodes
-
-    @property
     def allocated(self) -> int:
         """Microseconds of all its nodes."""
         return sum(self.parts.values())
@@ -53,11 +49,6 @@ class AllocationAccount:
     def cause(self) -> str:
         """Cause of the attempt's end, in one word."""
         return self.allocation.cause
-
-    @property
-    def reason(self) -> str:
-        """Reason of the attempt's end, or why no attempt began; empty if unknown."""
-        return self.allocation.reason
 
     @property
     def blamed(self) -> Sequence[str]:
@@ -144,14 +135,13 @@ class NodeTimeAccount:
 def account_for_run(
     run: Run,
     *,
-    now: float | None = None,
     facts: RunAllocations | None = None,
     seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
     also: Sequence[str] = (),
 ) -> NodeTimeAccount:
     """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `seen`
     returns an allocation's callback of `attribute_time`; `also` names further columns for it."""
-    facts = facts or read_run_facts(run, now=now)
+    facts = facts or read_run_facts(run)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
     for allocation in facts.allocations:

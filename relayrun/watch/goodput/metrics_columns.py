@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.control.rundir.restarts import METRICS_CHUNK, resets_iteration
+from relayrun.control.rundir.restarts import metrics_chunks, resets_iteration
 from relayrun.files import parse_record
 from relayrun.progress import count
 
@@ -40,17 +40,12 @@ class MetricsBlock:
 def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlock]:
     """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file. `names`: the requested
     numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
-        return
-    with file:
-        while lines := file.readlines(METRICS_CHUNK):
-            count(sum(map(len, lines)))
-            if found := _records([line for line in lines if line.endswith(b"\n")]):
-                others = {n: each for n, each in enumerate(found) if "loss" not in each or resets_iteration(each)}
-                columns = {name: _column(found, name) for name in names}
-                yield MetricsBlock(rows=len(found), columns=columns, records=others)
+    for lines in metrics_chunks(path):
+        count(sum(map(len, lines)))
+        if found := _records([line for line in lines if line.endswith(b"\n")]):
+            others = {n: each for n, each in enumerate(found) if "loss" not in each or resets_iteration(each)}
+            columns = {name: _column(found, name) for name in names}
+            yield MetricsBlock(rows=len(found), columns=columns, records=others)
 
 
 def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:

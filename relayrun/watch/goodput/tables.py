@@ -85,7 +85,7 @@ def allocations_table(account: NodeTimeAccount) -> AccountTable:
         (
             "–" if each.attempt is None else str(each.attempt),
             each.allocation.job_id,
-            str(each.nodes),
+            str(each.allocation.nodes),
             each.cause,
             format_duration(each.waited["queued"]),
             format_node_time(each.allocated),
@@ -163,7 +163,7 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
         "evaluation_jobs_left_out": account.evaluated_outside,
         "attempts": [_attempt_as_json(each) for each in account.allocations if each.attempt is not None],
         "jobs_without_attempt": [
-            {**_allocation_as_json(each), "state": each.allocation.state, "why": each.reason}
+            {**_allocation_as_json(each), "state": each.allocation.state, "why": each.allocation.reason}
             for each in account.allocations
             if each.attempt is None
         ],
@@ -184,7 +184,7 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
 def _allocation_as_json(each: AllocationAccount) -> dict[str, Any]:
     return {
         "job_id": each.allocation.job_id,
-        "nodes": each.nodes,
+        "nodes": each.allocation.nodes,
         "start_time": each.start,
         "end_time": each.end,
         "running": not each.allocation.ended,

@@ -162,7 +162,7 @@ def _attempt_rows(page: RunReportData) -> list[tuple[str, ...]]:
                 "none" if row is None or row.steps is None else f"{row.steps[0]:,}–{row.steps[1]:,}",
                 "" if row is None or row.durable_iteration is None else f"{row.durable_iteration:,}",
                 each.cause,
-                each.reason,
+                each.allocation.reason,
             )
         )
     return rows
@@ -188,7 +188,7 @@ def _failure_rows(page: RunReportData) -> list[tuple[str, ...]]:
         found = each.allocation.facts
         at = each.end if found is None else found.failure_time or (found.hang.time if found.hang else each.end)
         number = "–" if each.attempt is None else str(each.attempt)
-        rows.append((number, format_time(at), each.cause, ", ".join(each.blamed), each.reason))
+        rows.append((number, format_time(at), each.cause, ", ".join(each.blamed), each.allocation.reason))
     return rows
 
 

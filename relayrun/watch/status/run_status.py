@@ -20,7 +20,6 @@ from relayrun.control.notify.events import copier_failure
 from relayrun.control.rundir import (
     checkpoint_records,
     evaluations,
-    mirror,
     node_health,
     restarts,
     storage_limits,
@@ -29,7 +28,7 @@ from relayrun.control.rundir import (
 from relayrun.control.rundir.campaign import iterations_held_by_campaign
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult
-from relayrun.control.rundir.mirror import MirrorPass
+from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
 from relayrun.control.rundir.node_health import Straggler
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, RefusedConnections
@@ -282,11 +281,11 @@ def _could_go(records: RunRecords, device: int) -> str:
 def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
     """The last pass, or a complaint if a checkpoint waits for its first pass."""
     try:
-        last = mirror.read_last_pass(run)
-        if last is not None or mirror.read_mirror_policy(run) is None or not durable:
+        last = MirrorPass.read(run.mirror_pass)
+        if last is not None or MirrorPolicy.read(run.mirror_policy) is None or not durable:
             return last
-        since = mirror.mirror_policy_path(run).stat().st_mtime
-        why = copier_failure(run) or f"{mirror.mirror_folder(run)}/log may say why"
+        since = run.mirror_policy.stat().st_mtime
+        why = copier_failure(run) or f"{run.mirror}/log may say why"
         words = f"no pass has ended since the submit; {why}"
         return MirrorPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
     except RunDirError as error:  # must not hide the run's status
