@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -52,6 +52,20 @@ class RowBlock:
     """The shuffled order of the rows; int64 [rows]."""
     files_left_out: int
     """Files that were skipped before this block."""
+
+    def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
+        """Return some rows, without a copy of the whole block."""
+        parts = self.rows.to_batches()
+        ends = np.cumsum([len(part) for part in parts])
+        part_of = np.searchsorted(ends, wanted, side="right")
+        order = np.argsort(part_of, kind="stable")
+        found = [
+            parts[part].take(integers_to_arrow(wanted[part_of == part] - (ends[part] - len(parts[part]))))
+            for part in np.unique(part_of).tolist()
+        ]
+        if len(found) < 2:
+            return pa.Table.from_batches(found, self.rows.schema)
+        return pa.Table.from_batches(found).combine_chunks().take(integers_to_arrow(np.argsort(order)))
 
 
 class RowBlocks:
@@ -119,7 +133,9 @@ class RowBlocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> RowBlock:
-        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self.reader.no_rows
+        rows = _joined_batches(parts, self._name) if parts else self.reader.no_rows
+        if rows.nbytes < ENCODE_BATCH_BYTES:  # many small parts
+            rows = rows.combine_chunks()
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
@@ -153,22 +169,47 @@ def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int
 
 MAX_WAITING_BLOCKS = 4
 """Maximum blocks that wait for a lane. A lane with more reads them again by itself until it has caught up."""
+_FEWEST_ROWS = 32
+"""Minimum rows of a lane that are encoded at a time."""
+_FEW_SAMPLES = 8
+"""A lane with fewer samples left is encoded together with another."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LaneBlock:
-    """The share of one lane in a block."""
+    """The share of one lane in a block, which is encoded as its samples are asked for."""
 
+    block: RowBlock | None
+    """The texts; None once all are encoded."""
     position: BlockStart
-    rows: int
-    """Rows before any filter."""
-    left_out: Counter[str]
-    """Rows without a text or token, by reason."""
+    rows: npt.NDArray[np.int64]
+    """Rows of the block, before any filter."""
     files_left_out: int
     """Files that were skipped before the block, counted by the first lane of a group alone."""
-    origins: npt.NDArray[np.int64]
-    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
     samples: LaneSamples
+    encoded: int = 0
+    """The first rows, whose texts were encoded."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows without a text or token, by reason."""
+    origins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
+
+    def add(
+        self,
+        rows: int,
+        origins: npt.NDArray[np.int64],
+        left_out: Counter[str],
+        tokens: npt.NDArray[np.uint32],
+        lengths: npt.NDArray[np.int64],
+    ) -> None:
+        """Add the tokens of the next rows, and the number of tokens of each text among them."""
+        self.encoded += rows
+        self.samples.add(tokens, lengths, last=self.encoded == len(self.rows))
+        self.origins = np.concatenate([self.origins, origins])
+        self.left_out.update(left_out)
+        self.left_out["no token"] = self.samples.empty
+        if self.encoded == len(self.rows):
+            self.block = None
 
 
 class LaneGroup:
@@ -178,12 +219,14 @@ class LaneGroup:
         self, group: int, lanes: Mapping[int, LaneCursor], blocks: RowBlocks, shape: SampleShape, encode: EncodeFunction
     ) -> None:
         self._group = group
-        self._from = {lane: cursor.position for lane, cursor in lanes.items()}
+        self._from = lanes
         self._blocks, self._shape, self._encode = blocks, shape, encode
         self._ahead: Prefetcher[RowBlock] | None = None
         self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
-        """Encoded blocks of lanes that have not asked for them yet, by lane."""
+        """Blocks, partly encoded, of lanes that have not asked for them yet, by lane."""
+        self._open: dict[int, LaneBlock] = {}
+        """The latest block that each lane asked for."""
         self._newest: BlockStart | None = None
         """Position of the newest block that was read for the whole group."""
         self._catching_up: dict[int, Prefetcher[RowBlock]] = {}
@@ -191,26 +234,30 @@ class LaneGroup:
 
     def next_block(self, lane: int) -> LaneBlock | None:
         """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
-        if lane in self._catching_up:
-            return self._next_catching_up(lane)
+        found = self._next_catching_up(lane) if lane in self._catching_up else self._next_waiting(lane)
+        if found is not None:
+            self._open[lane] = found
+        return found
+
+    def _next_waiting(self, lane: int) -> LaneBlock | None:
         while not self._waiting[lane]:
             if self._ahead is None:
-                self._ahead = self._blocks.prefetcher(self._group, min(self._from.values()))
+                first = min(cursor.position for cursor in self._from.values())
+                self._ahead = self._blocks.prefetcher(self._group, first)
+            self._encode_rests()
             block = next(self._ahead, None)
             if block is None:
                 return None
             self._newest = block.position
             for other, waiting in self._waiting.items():
                 # lanes of a group may resume in different blocks
-                if other in self._catching_up or block.position < self._from[other]:
+                if other in self._catching_up or block.position < self._from[other].position:
                     continue
                 waiting.append(block)
                 if len(waiting) > MAX_WAITING_BLOCKS:
                     self._start_catching_up(other)
-        if lane not in self._made:
-            self._make(lane, self._waiting[lane][0])
-        self._waiting[lane].popleft()
-        return self._made.pop(lane)
+        block = self._waiting[lane].popleft()
+        return self._made.pop(lane, None) or self._begin(lane, block)
 
     def _start_catching_up(self, lane: int) -> None:
         """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
@@ -229,7 +276,7 @@ class LaneGroup:
                 return None
             if block.position == self._newest:
                 del self._catching_up[lane]
-            self._make(lane, block)
+            return self._begin(lane, block)
         return self._made.pop(lane)
 
     def close(self) -> None:
@@ -237,34 +284,58 @@ class LaneGroup:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _make(self, lane: int, block: RowBlock) -> None:
-        """Encode the block of a lane, together with other lanes that wait for the same block."""
-        found = {lane: self._texts(block, lane)}
-        size = found[lane][0].nbytes
+    def encode_more(self, lane: int) -> None:
+        """Encode the next texts of a lane's block, together with those of other lanes that have few samples left."""
+        first = self._next_texts(self._open[lane])
+        found, size = [first], first[0].nbytes
         order = [*self._waiting]
         at = order.index(lane) + 1
         for other in (*order[at:], *order[: at - 1]):
             if size >= ENCODE_BATCH_BYTES:
                 break
-            if other in self._made or not self._waiting[other] or self._waiting[other][0] is not block:
-                continue
-            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
-                found[other] = self._texts(block, other)
-                size += found[other][0].nbytes
-        ids = encode_texts([texts for texts, _ in found.values()], self._encode)
-        for (other, (_, lane_block)), (tokens, lengths) in zip(found.items(), ids, strict=True):
-            samples = LaneSamples(tokens, lengths, self._shape)
-            self._made[other] = made = lane_block(samples=samples)
-            made.left_out["no token"] = samples.empty
+            if (block := self._unfinished(other)) is not None and block.samples.left < _FEW_SAMPLES:
+                with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
+                    found.append(self._next_texts(block))
+                    size += found[-1][0].nbytes
+        for (_, add), encoded in zip(found, encode_texts([texts for texts, _ in found], self._encode), strict=True):
+            add(*encoded)
 
-    def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
-        """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
-        of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
-        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(integers_to_arrow(of_lane)))
-        origins = block.origins[of_lane][chosen]
-        files = block.files_left_out if lane == self._group else 0  # counted by the first lane
-        counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}
-        return texts, partial(LaneBlock, position=block.position, origins=origins, **counts)
+    def _unfinished(self, lane: int) -> LaneBlock | None:
+        """Return the block of a lane that has texts to encode: its latest, or else the next one if it waits."""
+        block = self._made.get(lane) or self._open.get(lane)
+        if (block is None or block.block is None) and lane not in self._made and self._waiting[lane]:
+            block = self._made[lane] = self._begin(lane, self._waiting[lane][0])
+        return block if block is not None and block.block is not None else None
+
+    def _encode_rests(self) -> None:
+        """Encode what is left of the lanes' blocks, so that their texts are gone before those of the next are there."""
+        for block in self._open.values():
+            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
+                while block.block is not None:
+                    texts, add = self._next_texts(block)
+                    add(*encode_texts([texts], self._encode)[0])
+
+    def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
+        rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        start = self._from[lane]
+        return LaneBlock(
+            block=block if len(rows) else None,
+            position=block.position,
+            rows=rows,
+            files_left_out=block.files_left_out if lane == self._group else 0,  # counted by the first lane
+            samples=LaneSamples(self._shape, start.taken if start.position == block.position else 0),
+        )
+
+    def _next_texts(self, block: LaneBlock) -> tuple[pa.Array, Callable[..., None]]:
+        """Return the next texts of a block (large_string, without nulls), and what adds their tokens to it."""
+        assert block.block is not None
+        count = len(block.rows)
+        if self._shape.cut is None:
+            size = block.block.rows.nbytes * len(self._waiting)
+            count = max(_FEWEST_ROWS, ENCODE_BATCH_BYTES * len(block.block.rows) // max(size, 1))
+        wanted = block.rows[block.encoded : block.encoded + count]
+        texts, chosen, left_out = self._blocks.reader.texts(block.block.take(wanted))
+        return texts, partial(block.add, len(wanted), block.block.origins[wanted][chosen], left_out)
 
 
 _TAKEN = LaneCursor._fields.index("taken")
@@ -348,7 +419,10 @@ class OpenTextLanes:
         samples in a whole epoch; InputError for an unreadable file."""
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
-            self._next_block(lane, now)
+            if now.block is not None and now.block.block is not None:
+                self._groups[self._stream.blocks.group_of(lane)].encode_more(lane)
+            else:
+                self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
         now.taken += 1
         now.empty_since = None
@@ -378,6 +452,16 @@ class OpenTextLanes:
 
     def _next_block(self, lane: int, now: _Lane) -> None:
         stream = self._stream
+        if now.block is not None and not len(now.block.samples):
+            epoch = now.block.position.epoch
+            if now.empty_since is None:
+                now.empty_since = epoch
+            elif epoch > now.empty_since + 1:
+                raise FatalTrainingError(
+                    f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
+                    f"{epoch - 1}",
+                    hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
+                )
         block = self._groups[stream.blocks.group_of(lane)].next_block(lane)
         if block is None:
             raise FatalTrainingError(
@@ -391,23 +475,13 @@ class OpenTextLanes:
             words = f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins"
             raise FatalTrainingError(words, hint="the files are not those of the checkpoint; put them back")
         now.block = block
-        if len(block.samples):
-            return
-        if now.empty_since is None:
-            now.empty_since = block.position.epoch
-        elif block.position.epoch > now.empty_since + 1:
-            raise FatalTrainingError(
-                f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
-                f"{block.position.epoch - 1}",
-                hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
-            )
 
 
 def _cursor_after(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
     return cursor._replace(
         taken=0,
-        rows=cursor.rows + block.rows,
-        left_out=cursor.left_out + block.rows - len(block.origins) + block.samples.empty,
+        rows=cursor.rows + len(block.rows),
+        left_out=cursor.left_out + len(block.rows) - len(block.origins) + block.samples.empty,
         samples=cursor.samples + len(block.samples),
         files=cursor.files + block.files_left_out,
     ).with_left_out(block.left_out)
