@@ -31,7 +31,14 @@ from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import TextFileEntry
-from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, group_count, integers_to_arrow
+from relayrun.tokens.streams.fragments import (
+    TEXT_COLUMN,
+    Fragment,
+    FragmentOrder,
+    FragmentReader,
+    group_count,
+    integers_to_arrow,
+)
 from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 
@@ -115,7 +122,7 @@ class RowBlocks:
             for batch in self.reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
-                    parts.append(part)
+                    parts.append(_exact_copy(part))
                     origins.append(_row_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
@@ -134,6 +141,7 @@ class RowBlocks:
         files_left_out: int,
     ) -> RowBlock:
         rows = _joined_batches(parts, self._name) if parts else self.reader.no_rows
+        pa.default_memory_pool().release_unused()
         if rows.nbytes < ENCODE_BATCH_BYTES:  # many small parts
             rows = rows.combine_chunks()
         order = np.arange(len(rows))
@@ -159,6 +167,13 @@ def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
             f"{str(error).splitlines()[0]}",
             hint="write the column alike in all files, or give them as two data sets",
         ) from None
+
+
+def _exact_copy(part: pa.RecordBatch) -> pa.RecordBatch:
+    """Copy the texts: behind those of a reader there may be as much room again, and other rows before them."""
+    at = part.schema.get_field_index(TEXT_COLUMN)
+    texts = part.column(at)
+    return part.set_column(at, part.schema.field(at), pa.concat_arrays([texts.slice(0, 1), texts.slice(1)]))
 
 
 def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:
