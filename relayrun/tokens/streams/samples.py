@@ -15,13 +15,13 @@ from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
+from relayrun.tokens.readers.columns import sample_texts
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
-from relayrun.tokens.tokenize.shard_task import sample_texts
 
 log = logging.getLogger(__name__)
 

@@ -68,7 +68,7 @@ class RowBlock:
         order = np.argsort(part_of, kind="stable")
         found = [
             parts[part].take(integers_to_arrow(wanted[part_of == part] - (ends[part] - len(parts[part]))))
-            for part in np.unique(part_of).tolist()
+            for part in np.flatnonzero(np.bincount(part_of)).tolist()  # `np.unique` imports numpy.ma
         ]
         if len(found) < 2:
             return pa.Table.from_batches(found, self.rows.schema)
