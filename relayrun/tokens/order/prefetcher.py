@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -57,11 +57,7 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """Ask the thread to end after its current item."""
         self._closing.set()
-        try:
-            while True:
-                self._queue.get_nowait()
-        except Empty:
-            pass
+        self._queue = SimpleQueue()  # frees the items
 
     def join(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the thread."""

@@ -44,6 +44,8 @@ from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, 
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
+_LONG_ROW_BYTES = 2000
+"""A block of longer rows is not copied into one piece: it costs less to collect the rows of a lane one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +65,15 @@ class RowBlock:
     def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
         """Return some rows, without a copy of the whole block."""
         parts = self.rows.to_batches()
-        ends = np.cumsum([len(part) for part in parts])
-        part_of = np.searchsorted(ends, wanted, side="right")
-        order = np.argsort(part_of, kind="stable")
-        found = [
-            parts[part].take(integers_to_arrow(wanted[part_of == part] - (ends[part] - len(parts[part]))))
-            for part in np.flatnonzero(np.bincount(part_of)).tolist()  # `np.unique` imports numpy.ma
+        if len(parts) < 2:
+            return self.rows.take(integers_to_arrow(wanted))
+        starts = np.cumsum([0, *map(len, parts)])
+        found = np.searchsorted(starts, wanted, side="right") - 1
+        rows = [
+            parts[part].slice(row, 1)
+            for part, row in zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
         ]
-        if len(found) < 2:
-            return pa.Table.from_batches(found, self.rows.schema)
-        return pa.Table.from_batches(found).combine_chunks().take(integers_to_arrow(np.argsort(order)))
+        return pa.Table.from_batches(rows, self.rows.schema).combine_chunks()
 
 
 class RowBlocks:
@@ -142,7 +143,7 @@ class RowBlocks:
     ) -> RowBlock:
         rows = _joined_batches(parts, self._name) if parts else self.reader.no_rows
         pa.default_memory_pool().release_unused()
-        if rows.nbytes < ENCODE_BATCH_BYTES:  # many small parts
+        if rows.nbytes < max(ENCODE_BATCH_BYTES, _LONG_ROW_BYTES * len(rows)):
             rows = rows.combine_chunks()
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
@@ -237,9 +238,7 @@ class LaneGroup:
         self._from = lanes
         self._blocks, self._shape, self._encode = blocks, shape, encode
         self._ahead: Prefetcher[RowBlock] | None = None
-        self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
-        self._made: dict[int, LaneBlock] = {}
-        """Blocks, partly encoded, of lanes that have not asked for them yet, by lane."""
+        self._waiting: dict[int, deque[LaneBlock]] = {lane: deque() for lane in lanes}
         self._open: dict[int, LaneBlock] = {}
         """The latest block that each lane asked for."""
         self._newest: BlockStart | None = None
@@ -249,50 +248,43 @@ class LaneGroup:
 
     def next_block(self, lane: int) -> LaneBlock | None:
         """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
-        found = self._next_catching_up(lane) if lane in self._catching_up else self._next_waiting(lane)
-        if found is not None:
-            self._open[lane] = found
-        return found
-
-    def _next_waiting(self, lane: int) -> LaneBlock | None:
-        while not self._waiting[lane]:
-            if self._ahead is None:
-                first = min(cursor.position for cursor in self._from.values())
-                self._ahead = self._blocks.prefetcher(self._group, first)
-            self._encode_rests()
-            block = next(self._ahead, None)
-            if block is None:
-                return None
-            self._newest = block.position
-            for other, waiting in self._waiting.items():
-                # lanes of a group may resume in different blocks
-                if other in self._catching_up or block.position < self._from[other].position:
-                    continue
-                waiting.append(block)
-                if len(waiting) > MAX_WAITING_BLOCKS:
-                    self._start_catching_up(other)
-        block = self._waiting[lane].popleft()
-        return self._made.pop(lane, None) or self._begin(lane, block)
-
-    def _start_catching_up(self, lane: int) -> None:
-        """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
         waiting = self._waiting[lane]
-        if lane in self._made:
-            waiting.popleft()
-        self._catching_up[lane] = Prefetcher(
-            self._blocks.read(self._group, waiting[0].position), 0, name=f"lane-{lane}"
-        )
-        waiting.clear()
-
-    def _next_catching_up(self, lane: int) -> LaneBlock | None:
-        if lane not in self._made:
-            block = next(self._catching_up[lane], None)
+        while not waiting:
+            catching_up = self._catching_up.get(lane)
+            block = next(catching_up or self._prefetcher(), None)
             if block is None:
                 return None
+            if catching_up is None:
+                self._deal(block)
+                continue
+            waiting.append(self._begin(lane, block))
             if block.position == self._newest:
                 del self._catching_up[lane]
-            return self._begin(lane, block)
-        return self._made.pop(lane)
+        self._open[lane] = waiting.popleft()
+        return self._open[lane]
+
+    def _prefetcher(self) -> Prefetcher[RowBlock]:
+        """Return the reader of all lanes. The texts of their blocks are encoded before those of another are there."""
+        if self._ahead is None:
+            first = min(cursor.position for cursor in self._from.values())
+            self._ahead = self._blocks.prefetcher(self._group, first)
+        for block in self._open.values():
+            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
+                while block.block is not None:
+                    self._encode_next([self._next_texts(block)])
+        return self._ahead
+
+    def _deal(self, block: RowBlock) -> None:
+        self._newest = block.position
+        for lane, waiting in self._waiting.items():
+            # lanes of a group may resume in different blocks
+            if lane in self._catching_up or block.position < self._from[lane].position:
+                continue
+            waiting.append(self._begin(lane, block))
+            if len(waiting) > MAX_WAITING_BLOCKS:
+                own = self._blocks.read(self._group, waiting[0].position)
+                self._catching_up[lane] = Prefetcher(own, 0, name=f"lane-{lane}")
+                waiting.clear()
 
     def close(self) -> None:
         """Stop the reading thread."""
@@ -308,27 +300,21 @@ class LaneGroup:
         for other in (*order[at:], *order[: at - 1]):
             if size >= ENCODE_BATCH_BYTES:
                 break
-            if (block := self._unfinished(other)) is not None and block.samples.left < _FEW_SAMPLES:
+            if (block := self._short_block(other)) is not None:
                 with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
                     found.append(self._next_texts(block))
                     size += found[-1][0].nbytes
+        self._encode_next(found)
+
+    def _encode_next(self, found: Sequence[tuple[pa.Array, Callable[..., None]]]) -> None:
         for (_, add), encoded in zip(found, encode_texts([texts for texts, _ in found], self._encode), strict=True):
             add(*encoded)
 
-    def _unfinished(self, lane: int) -> LaneBlock | None:
-        """Return the block of a lane that has texts to encode: its latest, or else the next one if it waits."""
-        block = self._made.get(lane) or self._open.get(lane)
-        if (block is None or block.block is None) and lane not in self._made and self._waiting[lane]:
-            block = self._made[lane] = self._begin(lane, self._waiting[lane][0])
-        return block if block is not None and block.block is not None else None
-
-    def _encode_rests(self) -> None:
-        """Encode what is left of the lanes' blocks, so that their texts are gone before those of the next are there."""
-        for block in self._open.values():
-            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
-                while block.block is not None:
-                    texts, add = self._next_texts(block)
-                    add(*encode_texts([texts], self._encode)[0])
+    def _short_block(self, lane: int) -> LaneBlock | None:
+        """Return the block whose texts a lane needs soon, its latest or the next one."""
+        blocks = [block for block in (self._open.get(lane), *self._waiting[lane]) if block is not None][:2]
+        few = sum(block.samples.left for block in blocks) < _FEW_SAMPLES
+        return next((block for block in blocks if few and block.block is not None), None)
 
     def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
         rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]

@@ -80,8 +80,6 @@ ENGINE_PACKAGES = {"huggingface": "tokenizers", "gigatoken": "gigatoken", "bytes
 
 _HF_BYTES = 500_000
 """`tokenizers` needs about 100 bytes of memory per byte of text."""
-
-
 _LONG_TEXT_BYTES = 2000
 """Texts that are longer on average are encoded one by one as fast as together."""
 _MAX_BYTES_ALONE = 1_000_000
