@@ -41,7 +41,8 @@ def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int 
     """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary. Without the check
     the padding of an embedding would accept some ids, and a GPU would report the others only as a failure."""
     tokens = row.tokens
-    if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
+    # as an unsigned number a negative one is too large
+    if vocabulary_size is not None and tokens.view(f"u{tokens.itemsize}").max() >= vocabulary_size:
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
         raise FatalTrainingError(
             f"sample {k} of {order.name!r} holds the token id {wrong}, which is beyond the vocabulary of "

@@ -25,8 +25,7 @@ class _EndOfItems:
 
 
 class Prefetcher(Generic[T]):
-    """Reads up to `depth` items of an iterator ahead in a thread, none of them before there is room for it, since items
-    are large; a `depth` of 0 starts no thread.
+    """Reads up to `depth` items of an iterator ahead in a thread, none before there is room; 0 starts no thread.
 
     `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
     for a thread that hangs in the file system.

@@ -14,7 +14,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.config.sections.data import StreamSection
-from relayrun.config.sections.data import StreamSection as StreamSettings
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.datasets import SampleSegment
 from relayrun.tokens.order.permutation import Permutation, permutation_key
@@ -31,16 +30,10 @@ from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import TextFileEntry
-from relayrun.tokens.streams.fragments import (
-    TEXT_COLUMN,
-    Fragment,
-    FragmentOrder,
-    FragmentReader,
-    group_count,
-    integers_to_arrow,
-)
+from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, group_count, integers_to_arrow
 from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
+from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
@@ -62,6 +55,11 @@ class RowBlock:
     files_left_out: int
     """Files that were skipped before this block."""
 
+    @cached_property
+    def row_bytes(self) -> float:
+        """Bytes of a row on average, at least 1."""
+        return max(1.0, int(self.rows.nbytes) / max(1, len(self.rows)))
+
     def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
         """Return some rows, without a copy of the whole block."""
         parts = self.rows.to_batches()
@@ -69,11 +67,8 @@ class RowBlock:
             return self.rows.take(integers_to_arrow(wanted))
         starts = np.cumsum([0, *map(len, parts)])
         found = np.searchsorted(starts, wanted, side="right") - 1
-        rows = [
-            parts[part].slice(row, 1)
-            for part, row in zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
-        ]
-        return pa.Table.from_batches(rows, self.rows.schema).combine_chunks()
+        places = zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
+        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places]).combine_chunks()
 
 
 class RowBlocks:
@@ -123,7 +118,9 @@ class RowBlocks:
             for batch in self.reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
-                    parts.append(_exact_copy(part))
+                    # an exact copy: behind the texts of a reader there may be as much room again
+                    halves = pa.Table.from_batches([part.slice(0, 1), part.slice(1)])
+                    parts += halves.combine_chunks().to_batches()
                     origins.append(_row_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
@@ -141,7 +138,7 @@ class RowBlocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> RowBlock:
-        rows = _joined_batches(parts, self._name) if parts else self.reader.no_rows
+        rows = _joined_batches(parts, self._name)
         pa.default_memory_pool().release_unused()
         if rows.nbytes < max(ENCODE_BATCH_BYTES, _LONG_ROW_BYTES * len(rows)):
             rows = rows.combine_chunks()
@@ -152,13 +149,10 @@ class RowBlocks:
         all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
         return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
-    def group_of(self, lane: int) -> int:
-        return lane % self.groups
-
 
 def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
     if all(part.schema.equals(parts[0].schema) for part in parts):
-        return pa.Table.from_batches(parts)
+        return pa.Table.from_batches(parts, parts[0].schema if parts else pa.schema([]))
     try:
         # this call imports pandas
         return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
@@ -168,13 +162,6 @@ def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
             f"{str(error).splitlines()[0]}",
             hint="write the column alike in all files, or give them as two data sets",
         ) from None
-
-
-def _exact_copy(part: pa.RecordBatch) -> pa.RecordBatch:
-    """Copy the texts: behind those of a reader there may be as much room again, and other rows before them."""
-    at = part.schema.get_field_index(TEXT_COLUMN)
-    texts = part.column(at)
-    return part.set_column(at, part.schema.field(at), pa.concat_arrays([texts.slice(0, 1), texts.slice(1)]))
 
 
 def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:
@@ -210,17 +197,10 @@ class LaneBlock:
     origins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
 
-    def add(
-        self,
-        rows: int,
-        origins: npt.NDArray[np.int64],
-        left_out: Counter[str],
-        tokens: npt.NDArray[np.uint32],
-        lengths: npt.NDArray[np.int64],
-    ) -> None:
-        """Add the tokens of the next rows, and the number of tokens of each text among them."""
+    def add(self, rows: int, origins: npt.NDArray[np.int64], left_out: Counter[str], encoded: Encoded) -> None:
+        """Add the next rows: the origins and the tokens of their texts."""
         self.encoded += rows
-        self.samples.add(tokens, lengths, last=self.encoded == len(self.rows))
+        self.samples.add(*encoded, last=self.encoded == len(self.rows))
         self.origins = np.concatenate([self.origins, origins])
         self.left_out.update(left_out)
         self.left_out["no token"] = self.samples.empty
@@ -250,11 +230,10 @@ class LaneGroup:
         """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
         waiting = self._waiting[lane]
         while not waiting:
-            catching_up = self._catching_up.get(lane)
-            block = next(catching_up or self._prefetcher(), None)
+            block = next(self._catching_up.get(lane) or self._prefetcher(), None)
             if block is None:
                 return None
-            if catching_up is None:
+            if lane not in self._catching_up:
                 self._deal(block)
                 continue
             waiting.append(self._begin(lane, block))
@@ -266,12 +245,11 @@ class LaneGroup:
     def _prefetcher(self) -> Prefetcher[RowBlock]:
         """Return the reader of all lanes. The texts of their blocks are encoded before those of another are there."""
         if self._ahead is None:
-            first = min(cursor.position for cursor in self._from.values())
-            self._ahead = self._blocks.prefetcher(self._group, first)
-        for block in self._open.values():
+            self._ahead = self._blocks.prefetcher(self._group, min(each.position for each in self._from.values()))
+        for lane, block in self._open.items():
             with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
                 while block.block is not None:
-                    self._encode_next([self._next_texts(block)])
+                    self.encode_more(lane)
         return self._ahead
 
     def _deal(self, block: RowBlock) -> None:
@@ -295,20 +273,13 @@ class LaneGroup:
         """Encode the next texts of a lane's block, together with those of other lanes that have few samples left."""
         first = self._next_texts(self._open[lane])
         found, size = [first], first[0].nbytes
-        order = [*self._waiting]
-        at = order.index(lane) + 1
-        for other in (*order[at:], *order[: at - 1]):
-            if size >= ENCODE_BATCH_BYTES:
-                break
-            if (block := self._short_block(other)) is not None:
+        for other in sorted({*self._waiting} - {lane}, key=lambda other: (other < lane, other)):
+            if size < ENCODE_BATCH_BYTES and (block := self._short_block(other)) is not None:
                 with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
                     found.append(self._next_texts(block))
                     size += found[-1][0].nbytes
-        self._encode_next(found)
-
-    def _encode_next(self, found: Sequence[tuple[pa.Array, Callable[..., None]]]) -> None:
         for (_, add), encoded in zip(found, encode_texts([texts for texts, _ in found], self._encode), strict=True):
-            add(*encoded)
+            add(encoded)
 
     def _short_block(self, lane: int) -> LaneBlock | None:
         """Return the block whose texts a lane needs soon, its latest or the next one."""
@@ -332,8 +303,7 @@ class LaneGroup:
         assert block.block is not None
         count = len(block.rows)
         if self._shape.cut is None:
-            size = block.block.rows.nbytes * len(self._waiting)
-            count = max(_FEWEST_ROWS, ENCODE_BATCH_BYTES * len(block.block.rows) // max(size, 1))
+            count = max(_FEWEST_ROWS, int(ENCODE_BATCH_BYTES / len(self._waiting) / block.block.row_bytes))
         wanted = block.rows[block.encoded : block.encoded + count]
         texts, chosen, left_out = self._blocks.reader.texts(block.block.take(wanted))
         return texts, partial(block.add, len(wanted), block.block.origins[wanted][chosen], left_out)
@@ -348,7 +318,7 @@ class TextStream:
     def __init__(
         self,
         files: Sequence[TextFileEntry],
-        settings: StreamSettings,
+        settings: StreamSection,
         shape: SampleShape,
         encode: EncodeFunction,
         *,
@@ -387,18 +357,18 @@ class TextStream:
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
+@dataclass
 class _Lane:
     """A lane that is being read."""
 
-    def __init__(self, cursor: LaneCursor) -> None:
-        self.cursor = cursor
-        """The cursor at the start of the current block."""
-        self.taken = cursor.taken
-        """Samples that were taken from the block."""
-        self.block: LaneBlock | None = None
-        """The current block; None before the first."""
-        self.empty_since: int | None = None
-        """The epoch of the first block without samples since the last sample."""
+    cursor: LaneCursor
+    """The cursor at the start of the current block."""
+    taken: int
+    """Samples that were taken from the block."""
+    block: LaneBlock | None = None
+    """The current block; None before the first."""
+    empty_since: int | None = None
+    """The epoch of the first block without samples since the last sample."""
 
 
 class OpenTextLanes:
@@ -406,10 +376,10 @@ class OpenTextLanes:
 
     def __init__(self, stream: TextStream, cursors: Mapping[int, LaneCursor]) -> None:
         self._stream = stream
-        self._lanes = {lane: _Lane(cursor) for lane, cursor in cursors.items()}
+        self._lanes = {lane: _Lane(cursor, cursor.taken) for lane, cursor in cursors.items()}
         groups: dict[int, dict[int, LaneCursor]] = {}
         for lane, cursor in cursors.items():
-            groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
+            groups.setdefault(lane % stream.blocks.groups, {})[lane] = cursor
         self._groups = {
             group: LaneGroup(group, members, stream.blocks, stream.shape, stream.encode)
             for group, members in groups.items()
@@ -421,7 +391,7 @@ class OpenTextLanes:
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
             if now.block is not None and now.block.block is not None:
-                self._groups[self._stream.blocks.group_of(lane)].encode_more(lane)
+                self._groups[lane % self._stream.blocks.groups].encode_more(lane)
             else:
                 self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
@@ -463,7 +433,7 @@ class OpenTextLanes:
                     f"{epoch - 1}",
                     hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
                 )
-        block = self._groups[stream.blocks.group_of(lane)].next_block(lane)
+        block = self._groups[lane % stream.blocks.groups].next_block(lane)
         if block is None:
             raise FatalTrainingError(
                 f"data set {stream.name!r} is read to the end of its epoch {stream.settings.nb_epochs}, and the run "
