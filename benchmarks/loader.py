@@ -7,9 +7,12 @@ Each way reads the same parquet files of made-up documents of 14 kB on average, 
 with the same engine for the same tokenizer, and gives batches of 8 rows of 4,096 tokens: `relayrun.loader`; torchdata's
 StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
 does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
-ConcatThenSplitIterDataset. `--python` is an interpreter in which grain, torchdata and datasets are installed beside
-this package; a way that it lacks is left out. CPU seconds are those of the process with its threads and children, from
-its start, imports included. Results: benchmarks/results/loader.json.
+ConcatThenSplitIterDataset. Rows are shuffled among 1,000, by `relayrun.loader` among 2,048, its least of 8 lanes;
+`relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows. `--python` is an
+interpreter in which grain, torchdata and datasets are installed beside this package; a way that it lacks is left out.
+CPU seconds are those of the process with its threads and children, from its start, imports included;
+`resume_in_process_cpu_seconds` are those of a new loader in a process that has read with one, from its making to the
+first batch behind the state. Results: benchmarks/results/loader.json.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 LENGTH, BATCH, WORDS = 4096, 8, 30_000
-NEEDS = {"relayrun": (), "torchdata": ("torchdata", "datasets"), "grain": ("grain",)}
+NEEDS = {"relayrun": (), "relayrun_default": (), "torchdata": ("torchdata", "datasets"), "grain": ("grain",)}
 
 
 def write_files(folder: Path, files: int, rows: int) -> None:
@@ -78,10 +82,12 @@ def encoders(tokenizer: str) -> tuple[Callable[[list[str]], Any], Callable[[str]
     return together, lambda text: np.append(np.asarray(own(text), np.int64), end)
 
 
-def relayrun(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+def relayrun(
+    folder: str, tokenizer: str, state: Any, stream: dict[str, int] | None = None
+) -> tuple[Iterator[Any], Callable[[], Any]]:
     from relayrun.loader import Loader
 
-    source = {"source": "parquet", "path": folder, "weight": 1.0}
+    source = {"source": "parquet", "path": folder, "weight": 1.0, "stream": stream or {}}
     data = {"tokenizer": tokenizer, "mixture": {"web": source}, "lanes": 8}
     loader = Loader(data, seq_length=LENGTH, batch_size=BATCH)
     if state is not None:
@@ -125,7 +131,13 @@ def grain(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Calla
 def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -> dict[str, float]:
     """Read in this process: from the beginning for so many CPU seconds, or the first batch behind a kept state."""
     state = pickle.loads(kept.read_bytes()) if kept.exists() else None
-    batches, take = {"relayrun": relayrun, "torchdata": torchdata, "grain": grain}[way](folder, tokenizer, state)
+    make: Any = {
+        "relayrun": partial(relayrun, stream={"shuffle_buffer": 1000}),
+        "relayrun_default": relayrun,
+        "torchdata": torchdata,
+        "grain": grain,
+    }[way]
+    batches, take = make(folder, tokenizer, state)
     next(batches)
     first = _results.cpu_seconds()
     if state is not None:
@@ -137,7 +149,11 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
         count += sum(np.asarray(batch).size for batch in islice(batches, 4))
     kept.write_bytes(pickle.dumps(take()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    begin_again = _results.cpu_seconds()
+    next(make(folder, tokenizer, pickle.loads(kept.read_bytes()))[0])
+    again = _results.cpu_seconds() - begin_again
     return {
+        "resume_in_process_cpu_seconds": again,
         "million_tokens_per_cpu_second": count / (now - begin) / 1e6,
         "first_batch_cpu_seconds": first,
         "peak_gigabytes": peak,

@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from relayrun.cli import main
@@ -257,3 +260,51 @@ def test_the_pages_program_runs(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.splitlines() == ["(8, 128) (8, 128)"] * 10, done.stderr
+
+
+@pytest.mark.parametrize("make", [lambda workspace: shards(workspace, web=3, code=1), text], ids=["shards", "text"])
+def test_a_state_far_on_is_read_in_a_second(tmp_path: Path, make: Any) -> None:
+    """Sample 10^9, and of text an epoch far on."""
+    data = make(Workspace.make(tmp_path))
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH) as loader:
+        next(loader)
+        state = loader.state_dict(None if "lanes" in data else 999_999_996)
+    if "lanes" in data:
+        state |= {"consumed_samples": 999_999_996, "counts": dict.fromkeys(("code", "web"), 499_999_998)}
+        for name in state["streams"]:
+            state["streams"][name] = {"at": 999_999_996, "cursors": [[10**6, *[0] * 20]] * 12}
+    with Loader(data, seq_length=LENGTH, batch_size=BATCH) as loader:
+        begin = time.process_time()
+        loader.load_state_dict(state)
+        assert next(loader)["input_ids"].shape == (BATCH, LENGTH)
+        assert time.process_time() - begin < 1
+        assert loader.position == 999_999_996 + BATCH
+
+
+@pytest.mark.long
+def test_the_memory_of_a_hundred_million_tokens_is_that_of_the_first_ten(tmp_path: Path) -> None:
+    (tmp_path / "web").mkdir()
+    assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(tmp_path / "bytes")]) == 0
+    texts = [f"{number} " * 2000 for number in range(3000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "web/0.parquet", row_group_size=100)
+    mixture = {"web": {"path": str(tmp_path / "web"), "source": "parquet", "weight": 1}}
+    data = {"tokenizer": str(tmp_path / "bytes"), "mixture": mixture, "lanes": 8}
+    found = subprocess.run(
+        [sys.executable, "-c", READS_ON, json.dumps(data)], stdout=subprocess.PIPE, check=True
+    ).stdout
+    early, late = map(int, found.split())
+    assert late < 1.1 * early
+
+
+READS_ON = """
+import json, resource, sys
+from relayrun.loader import Loader
+with Loader(json.loads(sys.argv[1]), seq_length=4096, batch_size=8) as loader:
+    for batch in loader:
+        if loader.position % 4000 == 0:
+            loader.state_dict()
+        if loader.position * 4096 in (16_384_000 * 2, 16_384_000 * 7):
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        if loader.position * 4096 > 16_384_000 * 7:
+            break
+"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -472,6 +473,23 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
             next(ahead)
         ahead.close()
     assert list(Prefetcher(iter(range(4)), 2, name="test")) == [0, 1, 2, 3]
+
+
+def test_an_item_is_read_when_there_is_room_for_it() -> None:
+    """One more, which waited to be put among the others, was a whole block of texts in memory."""
+    begun: list[int] = []
+
+    def items() -> Any:
+        for number in range(6):
+            begun.append(number)
+            yield number
+
+    ahead = Prefetcher(items(), 2, name="test")
+    for number in range(3):
+        assert next(ahead) == number
+        time.sleep(0.2)
+        assert len(begun) <= number + 3
+    ahead.close()
 
 
 READS_AT_ITS_END = """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.samples import encode_texts
@@ -56,6 +58,34 @@ def test_lanes_of_a_block_are_encoded_together_and_alone_alike(tmp_path: Path, m
     assert len(together_calls) * 4 == len(alone_calls)
     assert len(together_calls[0]) == 40
     assert len(alone_calls[0]) == 10
+
+
+@pytest.mark.parametrize("settings", [{}, {"fragment_shuffle_window": 0, "shuffle_buffer": 0}, {"nb_prefetch": 0}])
+def test_a_lane_is_encoded_in_pieces_whose_samples_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
+) -> None:
+    """100 rows of a block for each lane, and 32 at a time; read on from everywhere."""
+    write(tmp_path, "parquet", [300, 500], group=90)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 100)
+    made = stream(tmp_path, "parquet", **{"shuffle_buffer": 400, **settings})
+
+    def read(lane: int, cursor: Cursor, count: int) -> list[tuple[Any, ...]]:
+        opened = made.open_lanes({lane: cursor, (lane + 1) % 4: cursor})
+        found = [(streaming.digest(opened.take(lane)), opened.origins(lane), opened.cursor(lane)) for _ in range(count)]
+        opened.close()
+        return found
+
+    first = made.first_cursors()[0]
+    whole = [read(lane, first, 150) for lane in (0, 3)]
+    monkeypatch.setattr(text_stream, "ENCODE_BATCH_BYTES", 100)
+    calls = watched(made)
+    read(0, first, 1)
+    assert [len(call) for call in calls] == [32], "for the first sample"
+    assert [read(lane, first, 150) for lane in (0, 3)] == whole
+    for at in range(0, 100, 7):
+        assert [read(lane, known[at][2], 40) for lane, known in zip((0, 3), whole, strict=True)] == [
+            known[at + 1 : at + 41] for known in whole
+        ]
 
 
 def test_no_lane_of_another_rank_is_encoded(tmp_path: Path) -> None:

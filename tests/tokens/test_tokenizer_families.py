@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokens.readers.texts import PackedTexts
-from relayrun.tokens.tokenize.encode import engines, families
+from relayrun.tokens.tokenize.encode import engines, families, libraries
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.families import normalize_pattern, plan_engine
+from relayrun.tokens.tokenize.encode.libraries import GigatokenEngine
 from relayrun.tokens.tokenize.encode.routing import (
     FIRST_UNASSIGNED_LEAD,
     DigitEngine,
@@ -84,6 +85,19 @@ def test_texts_that_engines_disagree_about_get_the_ids_of_hugging_face(kind: str
     right, right_lengths = HuggingFaceEngine(tokenizer).encode(texts)
     assert (ids.tolist(), lengths.tolist()) == (right.tolist(), right_lengths.tolist())
     assert (selection.plan.family if selection.plan else None) == KNOWN.get(kind)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama 3", "o200k", "Mistral", "Llama 2"])
+def test_long_texts_one_by_one_get_the_same_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = small(name)
+    engine = GigatokenEngine(definition)
+    texts = PackedTexts.of(["".join(TROUBLE) * 40, "", "a", " ", "".join(TROUBLE[::-1]) * 20])
+    monkeypatch.setitem(sys.modules, "awkward", None)  # its import costs a loader's first sample 0.1 s
+    alone = engine.encode(texts)
+    monkeypatch.undo()
+    monkeypatch.setattr(libraries, "_LONG_TEXT_BYTES", 10**9)
+    together = engine.encode(texts)
+    assert [each.tolist() for each in alone] == [each.tolist() for each in together]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class _EndOfItems:
 
 
 class Prefetcher(Generic[T]):
-    """Reads up to `depth` items of an iterator ahead in a thread; a `depth` of 0 starts no thread.
+    """Reads up to `depth` items of an iterator ahead in a thread, none before there is room; 0 starts no thread.
 
     `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
     for a thread that hangs in the file system.
@@ -35,7 +35,8 @@ class Prefetcher(Generic[T]):
         self._items = items
         self._closing = threading.Event()
         self._end: _EndOfItems | None = None
-        self._queue: Queue[T | _EndOfItems] = Queue(max(1, depth))
+        self._queue: SimpleQueue[T | _EndOfItems] = SimpleQueue()
+        self._room = threading.Semaphore(depth)
         self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
         if self._thread is not None:
             _started_prefetchers.add(self)
@@ -55,11 +56,7 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """Ask the thread to end after its current item."""
         self._closing.set()
-        try:
-            while True:
-                self._queue.get_nowait()
-        except Empty:
-            pass
+        self._queue = SimpleQueue()  # frees the items
 
     def join(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the thread."""
@@ -68,7 +65,12 @@ class Prefetcher(Generic[T]):
 
     def _next(self) -> T | _EndOfItems:
         if self._thread is not None:
-            return self._queue.get()
+            item = self._queue.get()
+            self._room.release()
+            return item
+        return self._read_next()
+
+    def _read_next(self) -> T | _EndOfItems:
         try:
             return next(self._items)
         except StopIteration:
@@ -77,23 +79,14 @@ class Prefetcher(Generic[T]):
             return _EndOfItems(met)
 
     def _read(self) -> None:
-        error: BaseException | None = None
-        try:
-            for item in self._items:
-                self._put(item)
+        item: T | _EndOfItems | None = None
+        while not isinstance(item, _EndOfItems):
+            del item  # not kept until the next one is read
+            while not self._room.acquire(timeout=_POLL_SECONDS):
                 if self._closing.is_set():
                     return
-        except BaseException as met:
-            error = met
-        self._put(_EndOfItems(error))
-
-    def _put(self, item: T | _EndOfItems) -> None:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
-                return
-            except Full:
-                continue
+            item = _EndOfItems(None) if self._closing.is_set() else self._read_next()
+            self._queue.put(item)
 
 
 _started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()

@@ -24,7 +24,7 @@ from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_com
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import PARQUET, expected_content, file_format
-from relayrun.tokens.readers.texts import find_field, keep_utf8_rows
+from relayrun.tokens.readers.texts import PackedTexts, find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
 
@@ -287,3 +287,24 @@ def _schema_difference(schema: pa.Schema, first: pa.Schema) -> str:
     here, there = ({f"{each.name}: {each.type}" for each in kinds} for kinds in (schema, first))
     found = [f"it has {name}" for name in sorted(here - there)] + [f"it lacks {name}" for name in sorted(there - here)]
     return ", ".join(found[:4]) or "they stand in another order, or may be null in one of the files alone"
+
+
+def sample_texts(column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
+    """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
+    # a pipe can be read only once
+    paths = [path for path in paths if urls.is_url(path) or os.path.isfile(file_of_range(path))]
+    chosen = paths[:: max(1, len(paths) // 8)][:8]
+    texts: list[str] = []
+    for path in chosen:
+        left = most_bytes // len(chosen)
+        try:
+            for array in read_column(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
+                for piece in PackedTexts.from_arrow(array.drop_null()).views():
+                    if left > 0 and piece:
+                        texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
+                        left -= len(piece)
+                if left <= 0:
+                    break
+        except InputError:  # the task of the file reports it
+            continue
+    return PackedTexts.of(texts)

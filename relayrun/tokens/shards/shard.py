@@ -236,7 +236,7 @@ def token_dtype(vocabulary_size: int) -> type[np.generic]:
 
 def first_foreign_id(ids: npt.NDArray[np.integer[Any]], vocabulary_size: int) -> int | None:
     """Return the first id that is beyond the vocabulary; None if there is none."""
-    if not len(ids) or (ids.max() < vocabulary_size and ids.min() >= 0):
+    if not len(ids) or ids.view(f"u{ids.itemsize}").max() < vocabulary_size:  # a negative one is too large then
         return None
     return int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
 

@@ -178,11 +178,6 @@ class FragmentReader:
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
         """Latest time of change of files with verified content, by path."""
-        # `Schema.empty_table` would import pandas
-        self.no_rows = pa.Table.from_batches(
-            [], pa.schema([(TEXT_COLUMN, pa.large_string()), (_REASON_COLUMN, pa.string())])
-        )
-        """A table without rows."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         """Yield batches of a fragment from row `start` on: `TEXT_COLUMN` (large_string, nullable), the reason why a row

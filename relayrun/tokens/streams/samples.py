@@ -15,13 +15,13 @@ from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
+from relayrun.tokens.readers.columns import sample_texts
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
-from relayrun.tokens.tokenize.shard_task import sample_texts
 
 log = logging.getLogger(__name__)
 
@@ -98,21 +98,36 @@ class SampleShape:
 
 
 class LaneSamples:
-    """The samples of a lane's block."""
+    """The samples of a lane's block, as far as its texts are encoded."""
 
-    def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: SampleShape) -> None:
-        """`ids` of all texts, and the number of ids of each text."""
-        self._document_of = np.flatnonzero(lengths)
-        self.empty = len(lengths) - len(self._document_of)
+    def __init__(self, shape: SampleShape, taken: int = 0) -> None:
+        """`taken`: samples that nobody asks for again."""
+        self.empty = 0
         """Texts without a token; they are skipped."""
+        self._shape, self._latest, self._texts, self._rows = shape, taken - 1, 0, 0
+        self._begin = 0
+        """Number of the first id that is kept: those of earlier samples are dropped."""
+        self._ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._document_of = self._starts = self._ends = np.empty(0, np.int64)
+
+    def add(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, last: bool) -> None:
+        """Add `ids` of the next texts, and the number of ids of each. Windows of documents come all at once."""
+        shape, there = self._shape, np.flatnonzero(lengths)
         framing = DocumentFraming(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
         framed, sizes = framing.apply(ids, lengths)
-        self._ids = framed.astype(np.int32, copy=False)
-        self._ends = np.cumsum(sizes)
-        self._starts = self._ends - sizes
-        self._shape = shape
+        dropped = min(len(self._ids), max(0, self._latest * shape.seq_length - self._begin)) if shape.cut is None else 0
+        self._begin += dropped
+        ends = self._begin + len(self._ids) - dropped + np.cumsum(sizes)
+        self._ids = np.concatenate([self._ids[dropped:], framed.astype(np.int32, copy=False)])
+        kept = int(np.searchsorted(self._ends, self._begin, side="right"))
+        self._ends = np.concatenate([self._ends[kept:], ends])
+        self._starts = np.concatenate([self._starts[kept:], ends - sizes])
+        self._document_of = np.concatenate([self._document_of[kept:], self._texts + there])
+        self._texts += len(lengths)
+        self.empty += len(lengths) - len(there)
         if shape.cut is None:
-            self._rows = -(-max(0, len(self._ids) - 1) // shape.seq_length)
+            inputs = max(0, self._begin + len(self._ids) - 1)
+            self._rows = -(-inputs // shape.seq_length) if last else inputs // shape.seq_length
             return
         counts = shape.cut.windows(sizes)
         self._window_document = np.repeat(np.arange(len(sizes)), counts)
@@ -121,14 +136,19 @@ class LaneSamples:
         self._pieces = pack_rows(self._window_size, shape.seq_length, shape.settings.packing)
         self._rows = len(self._pieces)
 
+    @property
+    def left(self) -> int:
+        """Samples that were not asked for."""
+        return self._rows - self._latest - 1
+
     def __len__(self) -> int:
         return self._rows
 
     def row(self, i: int) -> SampleRow:
         """Return sample `i` of the block."""
-        shape = self._shape
+        shape, self._latest = self._shape, i
         if shape.cut is None:
-            begin, end = self._stretch(i)
+            begin, end = (place - self._begin for place in self._stretch(i))
             if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
                 return SampleRow(tokens=self._ids[begin : end + 1])
             pieces = [(self._ids, begin, end)]
@@ -172,7 +192,7 @@ class LaneSamples:
     def _stretch(self, i: int) -> tuple[int, int]:
         """Return the range of inputs of sample `i` among all ids."""
         length = self._shape.seq_length
-        return i * length, min((i + 1) * length, len(self._ids))
+        return i * length, min((i + 1) * length, self._begin + len(self._ids))
 
     def _locate(self, window: int) -> tuple[int, int, int]:
         """Return document, first id and number of ids of a window."""

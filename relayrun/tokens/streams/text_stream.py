@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.config.sections.data import StreamSection
-from relayrun.config.sections.data import StreamSection as StreamSettings
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.datasets import SampleSegment
 from relayrun.tokens.order.permutation import Permutation, permutation_key
@@ -34,9 +33,12 @@ from relayrun.tokens.shards.manifest import TextFileEntry
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, group_count, integers_to_arrow
 from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
+from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
+_LONG_ROW_BYTES = 2000
+"""A block of longer rows is not copied into one piece: it costs less to collect the rows of a lane one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,21 @@ class RowBlock:
     """The shuffled order of the rows; int64 [rows]."""
     files_left_out: int
     """Files that were skipped before this block."""
+
+    @cached_property
+    def row_bytes(self) -> float:
+        """Bytes of a row on average, at least 1."""
+        return max(1.0, int(self.rows.nbytes) / max(1, len(self.rows)))
+
+    def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
+        """Return some rows, without a copy of the whole block."""
+        parts = self.rows.to_batches()
+        if len(parts) < 2:
+            return self.rows.take(integers_to_arrow(wanted))
+        starts = np.cumsum([0, *map(len, parts)])
+        found = np.searchsorted(starts, wanted, side="right") - 1
+        places = zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
+        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places]).combine_chunks()
 
 
 class RowBlocks:
@@ -101,7 +118,9 @@ class RowBlocks:
             for batch in self.reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
-                    parts.append(part)
+                    # an exact copy: behind the texts of a reader there may be as much room again
+                    halves = pa.Table.from_batches([part.slice(0, 1), part.slice(1)])
+                    parts += halves.combine_chunks().to_batches()
                     origins.append(_row_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
@@ -119,7 +138,10 @@ class RowBlocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> RowBlock:
-        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self.reader.no_rows
+        rows = _joined_batches(parts, self._name)
+        pa.default_memory_pool().release_unused()
+        if rows.nbytes < max(ENCODE_BATCH_BYTES, _LONG_ROW_BYTES * len(rows)):
+            rows = rows.combine_chunks()
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
@@ -127,13 +149,10 @@ class RowBlocks:
         all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
         return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
-    def group_of(self, lane: int) -> int:
-        return lane % self.groups
-
 
 def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
     if all(part.schema.equals(parts[0].schema) for part in parts):
-        return pa.Table.from_batches(parts)
+        return pa.Table.from_batches(parts, parts[0].schema if parts else pa.schema([]))
     try:
         # this call imports pandas
         return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
@@ -153,22 +172,40 @@ def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int
 
 MAX_WAITING_BLOCKS = 4
 """Maximum blocks that wait for a lane. A lane with more reads them again by itself until it has caught up."""
+_FEWEST_ROWS = 32
+"""Minimum rows of a lane that are encoded at a time."""
+_FEW_SAMPLES = 8
+"""A lane with fewer samples left is encoded together with another."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LaneBlock:
-    """The share of one lane in a block."""
+    """The share of one lane in a block, which is encoded as its samples are asked for."""
 
+    block: RowBlock | None
+    """The texts; None once all are encoded."""
     position: BlockStart
-    rows: int
-    """Rows before any filter."""
-    left_out: Counter[str]
-    """Rows without a text or token, by reason."""
+    rows: npt.NDArray[np.int64]
+    """Rows of the block, before any filter."""
     files_left_out: int
     """Files that were skipped before the block, counted by the first lane of a group alone."""
-    origins: npt.NDArray[np.int64]
-    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
     samples: LaneSamples
+    encoded: int = 0
+    """The first rows, whose texts were encoded."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows without a text or token, by reason."""
+    origins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
+
+    def add(self, rows: int, origins: npt.NDArray[np.int64], left_out: Counter[str], encoded: Encoded) -> None:
+        """Add the next rows: the origins and the tokens of their texts."""
+        self.encoded += rows
+        self.samples.add(*encoded, last=self.encoded == len(self.rows))
+        self.origins = np.concatenate([self.origins, origins])
+        self.left_out.update(left_out)
+        self.left_out["no token"] = self.samples.empty
+        if self.encoded == len(self.rows):
+            self.block = None
 
 
 class LaneGroup:
@@ -178,12 +215,12 @@ class LaneGroup:
         self, group: int, lanes: Mapping[int, LaneCursor], blocks: RowBlocks, shape: SampleShape, encode: EncodeFunction
     ) -> None:
         self._group = group
-        self._from = {lane: cursor.position for lane, cursor in lanes.items()}
+        self._from = lanes
         self._blocks, self._shape, self._encode = blocks, shape, encode
         self._ahead: Prefetcher[RowBlock] | None = None
-        self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
-        self._made: dict[int, LaneBlock] = {}
-        """Encoded blocks of lanes that have not asked for them yet, by lane."""
+        self._waiting: dict[int, deque[LaneBlock]] = {lane: deque() for lane in lanes}
+        self._open: dict[int, LaneBlock] = {}
+        """The latest block that each lane asked for."""
         self._newest: BlockStart | None = None
         """Position of the newest block that was read for the whole group."""
         self._catching_up: dict[int, Prefetcher[RowBlock]] = {}
@@ -191,80 +228,85 @@ class LaneGroup:
 
     def next_block(self, lane: int) -> LaneBlock | None:
         """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
-        if lane in self._catching_up:
-            return self._next_catching_up(lane)
-        while not self._waiting[lane]:
-            if self._ahead is None:
-                self._ahead = self._blocks.prefetcher(self._group, min(self._from.values()))
-            block = next(self._ahead, None)
-            if block is None:
-                return None
-            self._newest = block.position
-            for other, waiting in self._waiting.items():
-                # lanes of a group may resume in different blocks
-                if other in self._catching_up or block.position < self._from[other]:
-                    continue
-                waiting.append(block)
-                if len(waiting) > MAX_WAITING_BLOCKS:
-                    self._start_catching_up(other)
-        if lane not in self._made:
-            self._make(lane, self._waiting[lane][0])
-        self._waiting[lane].popleft()
-        return self._made.pop(lane)
-
-    def _start_catching_up(self, lane: int) -> None:
-        """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
         waiting = self._waiting[lane]
-        if lane in self._made:
-            waiting.popleft()
-        self._catching_up[lane] = Prefetcher(
-            self._blocks.read(self._group, waiting[0].position), 0, name=f"lane-{lane}"
-        )
-        waiting.clear()
-
-    def _next_catching_up(self, lane: int) -> LaneBlock | None:
-        if lane not in self._made:
-            block = next(self._catching_up[lane], None)
+        while not waiting:
+            block = next(self._catching_up.get(lane) or self._prefetcher(), None)
             if block is None:
                 return None
+            if lane not in self._catching_up:
+                self._deal(block)
+                continue
+            waiting.append(self._begin(lane, block))
             if block.position == self._newest:
                 del self._catching_up[lane]
-            self._make(lane, block)
-        return self._made.pop(lane)
+        self._open[lane] = waiting.popleft()
+        return self._open[lane]
+
+    def _prefetcher(self) -> Prefetcher[RowBlock]:
+        """Return the reader of all lanes. The texts of their blocks are encoded before those of another are there."""
+        if self._ahead is None:
+            self._ahead = self._blocks.prefetcher(self._group, min(each.position for each in self._from.values()))
+        for lane, block in self._open.items():
+            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
+                while block.block is not None:
+                    self.encode_more(lane)
+        return self._ahead
+
+    def _deal(self, block: RowBlock) -> None:
+        self._newest = block.position
+        for lane, waiting in self._waiting.items():
+            # lanes of a group may resume in different blocks
+            if lane in self._catching_up or block.position < self._from[lane].position:
+                continue
+            waiting.append(self._begin(lane, block))
+            if len(waiting) > MAX_WAITING_BLOCKS:
+                own = self._blocks.read(self._group, waiting[0].position)
+                self._catching_up[lane] = Prefetcher(own, 0, name=f"lane-{lane}")
+                waiting.clear()
 
     def close(self) -> None:
         """Stop the reading thread."""
         if self._ahead is not None:
             self._ahead.close()
 
-    def _make(self, lane: int, block: RowBlock) -> None:
-        """Encode the block of a lane, together with other lanes that wait for the same block."""
-        found = {lane: self._texts(block, lane)}
-        size = found[lane][0].nbytes
-        order = [*self._waiting]
-        at = order.index(lane) + 1
-        for other in (*order[at:], *order[: at - 1]):
-            if size >= ENCODE_BATCH_BYTES:
-                break
-            if other in self._made or not self._waiting[other] or self._waiting[other][0] is not block:
-                continue
-            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
-                found[other] = self._texts(block, other)
-                size += found[other][0].nbytes
-        ids = encode_texts([texts for texts, _ in found.values()], self._encode)
-        for (other, (_, lane_block)), (tokens, lengths) in zip(found.items(), ids, strict=True):
-            samples = LaneSamples(tokens, lengths, self._shape)
-            self._made[other] = made = lane_block(samples=samples)
-            made.left_out["no token"] = samples.empty
+    def encode_more(self, lane: int) -> None:
+        """Encode the next texts of a lane's block, together with those of other lanes that have few samples left."""
+        first = self._next_texts(self._open[lane])
+        found, size = [first], first[0].nbytes
+        for other in sorted({*self._waiting} - {lane}, key=lambda other: (other < lane, other)):
+            if size < ENCODE_BATCH_BYTES and (block := self._short_block(other)) is not None:
+                with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
+                    found.append(self._next_texts(block))
+                    size += found[-1][0].nbytes
+        for (_, add), encoded in zip(found, encode_texts([texts for texts, _ in found], self._encode), strict=True):
+            add(encoded)
 
-    def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
-        """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
-        of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
-        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(integers_to_arrow(of_lane)))
-        origins = block.origins[of_lane][chosen]
-        files = block.files_left_out if lane == self._group else 0  # counted by the first lane
-        counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}
-        return texts, partial(LaneBlock, position=block.position, origins=origins, **counts)
+    def _short_block(self, lane: int) -> LaneBlock | None:
+        """Return the block whose texts a lane needs soon, its latest or the next one."""
+        blocks = [block for block in (self._open.get(lane), *self._waiting[lane]) if block is not None][:2]
+        few = sum(block.samples.left for block in blocks) < _FEW_SAMPLES
+        return next((block for block in blocks if few and block.block is not None), None)
+
+    def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
+        rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        start = self._from[lane]
+        return LaneBlock(
+            block=block if len(rows) else None,
+            position=block.position,
+            rows=rows,
+            files_left_out=block.files_left_out if lane == self._group else 0,  # counted by the first lane
+            samples=LaneSamples(self._shape, start.taken if start.position == block.position else 0),
+        )
+
+    def _next_texts(self, block: LaneBlock) -> tuple[pa.Array, Callable[..., None]]:
+        """Return the next texts of a block (large_string, without nulls), and what adds their tokens to it."""
+        assert block.block is not None
+        count = len(block.rows)
+        if self._shape.cut is None:
+            count = max(_FEWEST_ROWS, int(ENCODE_BATCH_BYTES / len(self._waiting) / block.block.row_bytes))
+        wanted = block.rows[block.encoded : block.encoded + count]
+        texts, chosen, left_out = self._blocks.reader.texts(block.block.take(wanted))
+        return texts, partial(block.add, len(wanted), block.block.origins[wanted][chosen], left_out)
 
 
 _TAKEN = LaneCursor._fields.index("taken")
@@ -276,7 +318,7 @@ class TextStream:
     def __init__(
         self,
         files: Sequence[TextFileEntry],
-        settings: StreamSettings,
+        settings: StreamSection,
         shape: SampleShape,
         encode: EncodeFunction,
         *,
@@ -315,18 +357,18 @@ class TextStream:
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
+@dataclass
 class _Lane:
     """A lane that is being read."""
 
-    def __init__(self, cursor: LaneCursor) -> None:
-        self.cursor = cursor
-        """The cursor at the start of the current block."""
-        self.taken = cursor.taken
-        """Samples that were taken from the block."""
-        self.block: LaneBlock | None = None
-        """The current block; None before the first."""
-        self.empty_since: int | None = None
-        """The epoch of the first block without samples since the last sample."""
+    cursor: LaneCursor
+    """The cursor at the start of the current block."""
+    taken: int
+    """Samples that were taken from the block."""
+    block: LaneBlock | None = None
+    """The current block; None before the first."""
+    empty_since: int | None = None
+    """The epoch of the first block without samples since the last sample."""
 
 
 class OpenTextLanes:
@@ -334,10 +376,10 @@ class OpenTextLanes:
 
     def __init__(self, stream: TextStream, cursors: Mapping[int, LaneCursor]) -> None:
         self._stream = stream
-        self._lanes = {lane: _Lane(cursor) for lane, cursor in cursors.items()}
+        self._lanes = {lane: _Lane(cursor, cursor.taken) for lane, cursor in cursors.items()}
         groups: dict[int, dict[int, LaneCursor]] = {}
         for lane, cursor in cursors.items():
-            groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
+            groups.setdefault(lane % stream.blocks.groups, {})[lane] = cursor
         self._groups = {
             group: LaneGroup(group, members, stream.blocks, stream.shape, stream.encode)
             for group, members in groups.items()
@@ -348,7 +390,10 @@ class OpenTextLanes:
         samples in a whole epoch; InputError for an unreadable file."""
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
-            self._next_block(lane, now)
+            if now.block is not None and now.block.block is not None:
+                self._groups[lane % self._stream.blocks.groups].encode_more(lane)
+            else:
+                self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
         now.taken += 1
         now.empty_since = None
@@ -378,7 +423,17 @@ class OpenTextLanes:
 
     def _next_block(self, lane: int, now: _Lane) -> None:
         stream = self._stream
-        block = self._groups[stream.blocks.group_of(lane)].next_block(lane)
+        if now.block is not None and not len(now.block.samples):
+            epoch = now.block.position.epoch
+            if now.empty_since is None:
+                now.empty_since = epoch
+            elif epoch > now.empty_since + 1:
+                raise FatalTrainingError(
+                    f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
+                    f"{epoch - 1}",
+                    hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
+                )
+        block = self._groups[lane % stream.blocks.groups].next_block(lane)
         if block is None:
             raise FatalTrainingError(
                 f"data set {stream.name!r} is read to the end of its epoch {stream.settings.nb_epochs}, and the run "
@@ -391,23 +446,13 @@ class OpenTextLanes:
             words = f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins"
             raise FatalTrainingError(words, hint="the files are not those of the checkpoint; put them back")
         now.block = block
-        if len(block.samples):
-            return
-        if now.empty_since is None:
-            now.empty_since = block.position.epoch
-        elif block.position.epoch > now.empty_since + 1:
-            raise FatalTrainingError(
-                f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
-                f"{block.position.epoch - 1}",
-                hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
-            )
 
 
 def _cursor_after(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
     return cursor._replace(
         taken=0,
-        rows=cursor.rows + block.rows,
-        left_out=cursor.left_out + block.rows - len(block.origins) + block.samples.empty,
+        rows=cursor.rows + len(block.rows),
+        left_out=cursor.left_out + len(block.rows) - len(block.origins) + block.samples.empty,
         samples=cursor.samples + len(block.samples),
         files=cursor.files + block.files_left_out,
     ).with_left_out(block.left_out)

@@ -19,6 +19,7 @@ from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
 from relayrun.progress import Progress, clear_line, count
 from relayrun.publishing import blaming_output
+from relayrun.tokens.readers.columns import sample_texts
 from relayrun.tokens.readers.deal_files import SMALLEST_RANGE
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.file_ranges import file_of_range, range_of_file
@@ -31,7 +32,7 @@ from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_to
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
 from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
-from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
+from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, tokenize_shard
 from relayrun.tokens.tokenize.steps import describe_steps
 
 log = logging.getLogger(__name__)

@@ -31,11 +31,10 @@ import pyarrow as pa
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts, large_strings, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
@@ -395,27 +394,6 @@ def _text_batches(
         del array, texts
         yield from batches
         del batches
-
-
-def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
-    """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    # a pipe can be read only once
-    paths = [path for path in paths if is_url(path) or os.path.isfile(file_of_range(path))]
-    chosen = paths[:: max(1, len(paths) // 8)][:8]
-    texts: list[str] = []
-    for path in chosen:
-        left = most_bytes // len(chosen)
-        try:
-            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
-                for piece in PackedTexts.from_arrow(array.drop_null()).views():
-                    if left > 0 and piece:
-                        texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
-                        left -= len(piece)
-                if left <= 0:
-                    break
-        except InputError:  # the task of the file reports it
-            continue
-    return PackedTexts.of(texts)
 
 
 @functools.lru_cache(maxsize=1)

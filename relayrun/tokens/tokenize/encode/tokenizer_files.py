@@ -17,17 +17,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import http.client
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
-import ssl
 import time
 import unicodedata
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -182,6 +178,11 @@ def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
 
 def check_hub(name: str, cache_dir: str | None) -> bool:
     """Return whether the hub is away, and this machine has a copy. Raises InputError if neither has the tokenizer."""
+    import http.client  # 0.02 s of a process that asks no hub
+    import ssl
+    import urllib.error
+    import urllib.request
+
     from huggingface_hub import constants, get_token, try_to_load_from_cache
 
     copied = any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES)
