@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.contents import (
+    COMPRESSIONS,
+    HEAD_BYTES,
+    TAR_ARCHIVE,
+    content_fault,
+    file_compression,
+    uncompressed_name,
+)
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
 from relayrun.tokens.readers.published import listed_splits
 from relayrun.tokens.stores import urls
@@ -39,11 +47,12 @@ class FileFormat:
 
 
 _TEXT_READERS = "relayrun.tokens.readers.json_csv"
+_MEMBER_READERS = "relayrun.tokens.readers.text_files"
 _ARROW_READERS = "relayrun.tokens.readers.arrow_files"
 
 
 def _compressed(*endings: str) -> tuple[str, ...]:
-    return tuple(ending + compression for compression in ("", ".gz", ".zst", ".zstd") for ending in endings)
+    return tuple(ending + compression for compression in ("", *COMPRESSIONS) for ending in endings)
 
 
 PARQUET = FileFormat(name="parquet", suffixes=(".parquet", ".pq"), reader=f"{_ARROW_READERS}:read_parquet")
@@ -55,7 +64,9 @@ JSON_LINES = FileFormat(
 )
 CSV = FileFormat(name="csv", suffixes=_compressed(".csv", ".tsv"), reader=f"{_TEXT_READERS}:read_csv")
 ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")
-FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
+TEXT = FileFormat(name="txt", suffixes=_compressed(".txt"), reader=f"{_MEMBER_READERS}:read_text")
+TAR = FileFormat(name="tar", suffixes=(*_compressed(".tar"), ".tgz"), reader=f"{_MEMBER_READERS}:read_tar")
+FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW, TEXT, TAR)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
 STATE_FILE = "state.json"
@@ -67,6 +78,11 @@ METADATA_FILE_NAMES = (
 )
 """Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
 
+_METADATA_TEXT = re.compile(
+    r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+"
+    r"|(.*[-_.])?(md5|sha\d+)-?(sums?)?|checksums?)\.txt"
+)
+
 _MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
 _MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
 
@@ -77,13 +93,13 @@ def data_suffixes() -> tuple[str, ...]:
 
 def data_endings() -> str:
     """Return the endings of data files for a message, the compressed ones in short."""
-    plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
-    return f"{', '.join(plain)}; of JSON, CSV and TSV also with .gz, .zst or .zstd"
+    plain = [suffix for suffix in data_suffixes() if uncompressed_name(suffix) == suffix]
+    return f"{', '.join(plain)}; all but columns also with {', '.join(COMPRESSIONS)}"
 
 
 def expected_content(path: str) -> str | None:
     """Return the content that a name promises (see `contents`); None for text."""
-    return file_compression(path) or {PARQUET: "parquet", ARROW: "Arrow"}.get(file_format(path))
+    return file_compression(path) or {PARQUET: "parquet", ARROW: "Arrow", TAR: TAR_ARCHIVE}.get(file_format(path))
 
 
 def file_format(path: str) -> FileFormat:
@@ -193,12 +209,13 @@ class Inventory:
 DEAD_LINK = "link that leads nowhere"
 FILTERED_OUT = "filtered out"
 """By `filter_out`: such a file says nothing of others."""
+ENDING_NOT_READ = "ending not read"
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
 
-def _why_left_out(
-    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str], filter_out: Sequence[str]
+def why_left_out(
+    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> str | None:
     """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
     hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
@@ -209,9 +226,9 @@ def _why_left_out(
     *folders, name = path.lower().split("/")
     if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
         return "hidden or temporary"
-    if name in METADATA_FILE_NAMES:
+    if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name):
         return "metadata"
-    return None if name.endswith(suffixes) else "ending not read"
+    return None if name.endswith(suffixes) else ENDING_NOT_READ
 
 
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
@@ -224,7 +241,8 @@ def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftO
     logs = [folder for folder, name in others if name == "executor.json"]
     folders.update(logs, (os.path.join(folder, "stats") for folder in logs))
     found = {path for path, (folder, name) in names.items() if folder in folders and name.lower().endswith(".json")}
-    return found | {by for _, by in listed_splits(place, names.keys(), names).values()}
+    there = {*names, *(file.path for file in left)}  # filtered files, too: their list stays a list
+    return found | {by for _, by in listed_splits(place, there, names).values()}
 
 
 def take_inventory(
@@ -245,7 +263,7 @@ def take_inventory(
     with Progress("finding files", None, "files"):
         for file, why, fault in _list_files(place, names):
             count(1)
-            if by_name := _why_left_out(file.path, suffixes, filter_in, filter_out):
+            if by_name := why_left_out(file.path, suffixes, filter_in, filter_out):
                 why, fault = by_name, None
             elif not (why or file.size or expected_content(file.path)):
                 why = "empty"
