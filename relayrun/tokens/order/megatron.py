@@ -6,15 +6,14 @@ single GPTDataset would reorder the first epoch when their number changes. Here 
 seeds derived from (seed, data set, epoch). All shards of the data set are read as if merged.
 
 The three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in memory, or kept
-in `data.data_cache_dir` (`relayrun.tokens.order.index_cache`). Windows held out by `data.split` (at the end of the
-shards in their own order) lie in the last documents; these documents are left out.
+in `data.data_cache_dir` (`relayrun.tokens.order.index_cache`). Documents that `data.split` holds out are left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, WindowDataset, held_out_window_count
+from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, ShardPart, WindowDataset, parts_of_split
 from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.shards.shard import Shard
 
@@ -40,12 +39,9 @@ class MegatronOrder:
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source
         self._documents = MegatronDocuments(source)
-        stream = WindowDataset(source.manifest, source.seq_length)
-        held_out = held_out_window_count(len(stream), source.split)
-        ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
-        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the held-out labels
-        indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
-        tokens = int(ends[len(indices) - 1]) if len(indices) else 0
+        parts = parts_of_split(source.manifest, source.seq_length, source.split)
+        tokens = sum(part.tokens for part in parts)
+        indices = self._documents.of_parts(parts)
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
             words = f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample"
@@ -95,6 +91,11 @@ class MegatronDocuments:
         """Return the tokens of a document, from `offset` on."""
         count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
         return self._stream.tokens(int(self._starts[document]) + offset, count)
+
+    def of_parts(self, parts: Sequence[ShardPart]) -> npt.NDArray[np.int32]:
+        """Return the documents of parts that begin where their shards do, a part for each shard."""
+        ends = self._starts[self._first[:-1]] + [part.tokens for part in parts]
+        return np.flatnonzero(self._starts[1:] <= np.repeat(ends, np.diff(self._first))).astype(np.int32)
 
     def locate(self, document: int) -> tuple[str, int]:
         """Return the prefix of the shard of a document, and the document's number in it."""

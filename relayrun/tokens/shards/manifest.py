@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +50,8 @@ class ShardEntry:
     idx_bytes: int
     fingerprint: str
     """SHA-256 of the .idx, hexadecimal."""
+    pass_of: int | None = None
+    """Number of the first shard of the data set that reads the same .bin, in another pass of a mixture."""
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
@@ -172,9 +174,12 @@ class DatasetManifest:
         """Read the indices of `prefixes`, in order. Raises the errors of `ShardEntry.build` for all of them."""
         shards: list[ShardEntry] = []
         bad: list[RelayrunError] = []
+        firsts: dict[str, int] = {}
         for prefix in prefixes:
             try:
-                shards.append(ShardEntry.build(prefix))
+                shard = ShardEntry.build(prefix)
+                first = firsts.setdefault(os.path.realpath(shard.prefix + ".bin"), len(shards))
+                shards.append(replace(shard, pass_of=None if first == len(shards) else first))
             except InputError as error:
                 bad.append(error)
         if bad:
@@ -253,7 +258,7 @@ class Manifest:
             for sets in (self.datasets, self.validation)
         )
         files = [file for dataset in self.datasets.values() for file in dataset.files]
-        check_held_out(training, validation, files=files, split=together if split else ())
+        check_held_out(training, validation, files=files, split=together if split else (), passes_together=True)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -300,17 +305,20 @@ def check_held_out(
     *,
     files: Iterable[TextFileEntry] = (),
     split: Collection[str] = (),
+    passes_together: bool = False,
 ) -> None:
     """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name. `files`:
-    training data that are read as text. `split`: the training sets of which a share is held out."""
+    training data that are read as text. `split`: the training sets of which a share is held out; `passes_together`: in
+    all passes over a shard of such a set."""
     records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
-    held: dict[str, str] = {}
-    for prefix in (prefix for name in split for prefix in training[name]):
-        record = records.of(prefix)
-        others = ["another part of it"] if record is not None and record.repeats else []
-        others += [held.setdefault(text, prefix) for text in texts[prefix]]
-        if other := next((other for other in others if other != prefix), None):
+    held: dict[str, tuple[str, str, str]] = {}
+    for prefix, of in [(prefix, of) for of in split for prefix in training[of]]:
+        record, own = records.of(prefix), (prefix, of, os.path.realpath(prefix + ".bin"))
+        others = [("another part of it", "", "")] if record is not None and record.repeats else []
+        others += [held.setdefault(text, own) for text in texts[prefix]]
+        apart = (each[0] for each in others if each[passes_together:] != own[passes_together:])
+        if other := next(apart, None):
             words = f"data.split would hold out text that is trained on: this text also stands in {other}"
             hint = "take some shards out of the data (before a mixture repeats them), and name their folder in"
             raise InputError(words, where=prefix, hint=f"hold out by path: {hint} data.validation")
