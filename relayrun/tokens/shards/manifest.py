@@ -313,8 +313,8 @@ def check_held_out(
     records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
     held: dict[str, tuple[str, str, str]] = {}
-    for prefix, of in [(prefix, of) for of in split for prefix in training[of]]:
-        record, own = records.of(prefix), (prefix, of, os.path.realpath(prefix + ".bin"))
+    for name, prefix in [(whole, each) for whole in split for each in training[whole]]:
+        record, own = records.of(prefix), (prefix, name, os.path.realpath(prefix + ".bin"))
         others = [("another part of it", "", "")] if record is not None and record.repeats else []
         others += [held.setdefault(text, own) for text in texts[prefix]]
         apart = (each[0] for each in others if each[passes_together:] != own[passes_together:])
