@@ -59,11 +59,6 @@ def test_the_order_never_changes_between_versions(manifest: DatasetManifest) -> 
     assert [order.window(*divmod(k, 100)) for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
 
 
-def test_without_shuffle_every_epoch_is_the_stream(manifest: DatasetManifest) -> None:
-    order = WindowOrder(manifest, seq_length=4, seed=1, shuffle=False)
-    assert [order.window(*divmod(k, 100)) for k in range(200)] == [*range(100), *range(100)]
-
-
 def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
     assert WindowOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
     with pytest.raises(ConfigError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):

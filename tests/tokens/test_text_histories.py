@@ -66,7 +66,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 def change(rng: random.Random, folders: list[Path], output: Path) -> None:
     """Make one more folder of shards, unless the command refuses. Shards keep their records: without one a part of a
     merged shard is not known."""
-    kind = rng.choice(["merge", "merge two", "copy", "link", "some", "mix", "cut", "repeat"])
+    kind = rng.choice(["merge", "merge two", "copy", "link", "some", "mix", "cut", "repeat", "repeat", "repeat"])
     chosen = rng.sample(folders, 2)
     if kind in ("merge", "merge two"):
         prefixes = find_prefixes(chosen[: 1 + (kind == "merge two")], listed=True)
@@ -147,4 +147,5 @@ def test_no_held_out_document_is_trained_on(tmp_path: Path, sources: Sources, fi
             assert not trained & kept, (seed, sets[0], trained & kept)
             taken["passes"] += max(every[text] for text in kept) > 1
             taken["split"] += 1
-    assert min(taken[kind] for kind in ("refused", "validation", "split", "passes")) >= 1, taken
+    assert min(taken[kind] for kind in ("refused", "validation", "split")) >= 5, taken
+    assert taken["passes"], taken

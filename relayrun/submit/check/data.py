@@ -182,7 +182,7 @@ def _count_windows(config: RunConfig, manifest: Manifest, name: str) -> int | No
         size, where = manifest.vocabulary_size, f"data set {name!r}"
         document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
     elif data.split and any(is_url(shard.prefix) for shard in shards.shards):
-        return None  # ranks look for the border in an .idx, through the cache of their node
+        return None  # ranks read an .idx for it, through the cache of their node
     elif (data.sources[name].order or data.order) in WINDOW_ORDERS:
         return len(WindowOrder(shards, seq_length=length, seed=0, name=name, split=data.split))
     return None

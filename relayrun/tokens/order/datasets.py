@@ -15,11 +15,11 @@ sizes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class DatasetSpec:
     manifest: DatasetManifest
     """Shards of the data set; empty if the mixture gives no path."""
     split: float = 0.0
-    """Held-out share of the data set, at its end; see `parts_of_split`."""
+    """Held-out share of the data set, at its end; see `side_of_split`."""
     cache_dir: str | None = None
     opening: str | None = None
     """Identifies an attempt, whose ranks open the data set together; None: no other process opens it."""
@@ -56,81 +56,22 @@ MAX_OPEN_FILES = 128
 """Open shards of a data set; many systems allow 1,024 open files for a process."""
 
 
-class ShardPart(NamedTuple):
-    """Neighbouring documents of a shard: `tokens` tokens of shard number `shard`, from token `first` on."""
-
-    shard: int
-    first: int
-    tokens: int
-
-
-def _whole_shards(manifest: DatasetManifest) -> list[ShardPart]:
-    return [ShardPart(number, 0, shard.tokens) for number, shard in enumerate(manifest.shards)]
-
-
-def parts_of_split(
-    manifest: DatasetManifest,
-    seq_length: int,
-    split: float,
-    *,
-    held_out: bool = False,
-    blocks: BlockCache | None = None,
-) -> list[ShardPart]:
-    """Return the parts of the shards that are trained on, or with `held_out` the others: the last documents, and these
-    in no pass of a mixture. They begin with the document whose begin is nearest to a share `split` of the windows,
-    each pass counted once. Raises ConfigError if no document leaves a window on both sides."""
-    shards = manifest.shards
-    if not split:
-        return _whole_shards(manifest)
-    firsts = [number if shard.pass_of is None else shard.pass_of for number, shard in enumerate(shards)]
-    longest: dict[int, int] = {}
-    for number, first in enumerate(firsts):  # a pass may end inside of a shard
-        longest[first] = max(longest.get(first, number), number, key=lambda each: shards[each].tokens)
-    *starts, total = accumulate((shards[number].tokens for number in longest.values()), initial=0)
-    windows = max(0, total - 1) // seq_length
-    place = (windows - min(max(1, round(windows * split)), windows - 1)) * seq_length
-    begins = set(starts)
-    if starts:
-        at = bisect_right(starts, place) - 1
-        inside = IndexFile(shards[[*longest.values()][at]], blocks).document_starts()
-        begins.update((starts[at] + inside).tolist())
-    fitting = [begin for begin in begins if seq_length < begin < total - seq_length]
-    if not fitting:
-        words = f"data.split {split} finds no document that leaves a window of {seq_length} tokens on both sides"
-        raise ConfigError(words, hint="give more documents or a smaller seq_length, or hold out by path")
-    border = min(fitting, key=lambda begin: (abs(begin - place), begin))
-    kept = {first: max(0, border - start) for first, start in zip(longest, starts, strict=True)}
-    if held_out:
-        whole = ((number, kept[first], shards[number].tokens) for first, number in longest.items())
-        return [ShardPart(number, first, tokens - first) for number, first, tokens in whole if first < tokens]
-    return [ShardPart(number, 0, min(shards[number].tokens, kept[first])) for number, first in enumerate(firsts)]
-
-
 class WindowDataset:
     """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `MAX_OPEN_FILES` files open."""
 
-    def __init__(
-        self,
-        manifest: DatasetManifest,
-        seq_length: int,
-        *,
-        blocks: BlockCache | None = None,
-        parts: Sequence[ShardPart] | None = None,
-    ) -> None:
-        """`blocks` is the cache for shards below URLs; without it all shards must be local. `parts`: what is read of
-        the shards; None: all of them."""
+    def __init__(self, manifest: DatasetManifest, seq_length: int, *, blocks: BlockCache | None = None) -> None:
+        """`blocks` is the cache for shards below URLs; without it all shards must be local."""
         if seq_length < 1:
             raise ValueError(f"seq_length must be positive, not {seq_length}")
         self.manifest = manifest
         self.seq_length = seq_length
-        self._parts = _whole_shards(manifest) if parts is None else parts
-        self._starts = list(accumulate((part.tokens for part in self._parts), initial=0))
+        self.starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
         self._file = lru_cache(MAX_OPEN_FILES)(lambda number: _BinFile(manifest.shards[number], blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
         """Windows in an epoch."""
-        return max(0, self._starts[-1] - 1) // self.seq_length
+        return max(0, self.starts[-1] - 1) // self.seq_length
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
         """Return window i, int64 [seq_length + 1]. Raises IndexError, InputError for a truncated shard, OSError."""
@@ -141,15 +82,15 @@ class WindowDataset:
     def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return `count` tokens from token `start` on, int64. Raises like `read`; the range must exist."""
         result = np.empty(count, dtype=np.int64)
-        number = bisect_right(self._starts, start) - 1
+        shard = bisect_right(self.starts, start) - 1
         filled = 0
         while filled < count:
-            part, within = self._parts[number], start + filled - self._starts[number]
-            size = min(count - filled, part.tokens - within)
-            if size:
-                result[filled : filled + size] = self._file(part.shard).read(part.first + within, size)
-            filled += size
-            number += 1
+            within = start + filled - self.starts[shard]
+            part = min(count - filled, self.starts[shard + 1] - self.starts[shard] - within)
+            if part:
+                result[filled : filled + part] = self._file(shard).read(within, part)
+            filled += part
+            shard += 1
         return result
 
     def origins(self, i: int) -> list[SampleSegment]:
@@ -159,24 +100,19 @@ class WindowDataset:
         found = []
         at, end = i * self.seq_length, (i + 1) * self.seq_length + 1
         while at < end:
-            number = bisect_right(self._starts, at) - 1
-            part = self._parts[number]
-            entry = self.manifest.shards[part.shard]
+            number = bisect_right(self.starts, at) - 1
+            entry = self.manifest.shards[number]
             itemsize = np.dtype(entry.dtype).itemsize
-            offsets = self._offsets(entry)
-            within = part.first + at - self._starts[number]
+            index = IndexFile(entry, self._blocks)
+            offsets = index.offsets(0, index.sequences)
+            within = entry.first_token + at - self.starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
-            stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
+            stops = [entry.first_token + entry.tokens, *offsets[document + 1 : document + 2].tolist()]
+            stop = min(stops[0], stops[-1] // itemsize)
             count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
             found.append(SampleSegment(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
         return found
-
-    def _offsets(self, shard: ShardEntry) -> npt.NDArray[np.int64]:
-        if not is_url(shard.prefix):
-            return Shard.open(shard.prefix).offsets()  # in memory are the pages that are looked at
-        index = IndexFile(shard, self._blocks)
-        return index.offsets(0, index.sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +130,10 @@ class _BinFile:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
         self._bytes = open_cached_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
+        self._first = shard.first_token
 
     def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
+        start += self._first
         size = count * self._dtype.itemsize
         data = self._bytes.pread(size, start * self._dtype.itemsize)
         if len(data) != size:
@@ -217,7 +155,8 @@ class IndexFile:
         self._documents = shard.documents
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
-        """Return the tokens of the sequences first .. end - 1."""
+        """Return the tokens of the sequences first .. end - 1, fewer at the end of the index."""
+        end = min(end, self.sequences)
         return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
 
     def offsets(self, first: int, end: int) -> npt.NDArray[np.int64]:
@@ -227,7 +166,8 @@ class IndexFile:
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Return the tokens before each document."""
         bounds = np.frombuffer(self._read(8 * self._documents, INDEX_HEADER.size + 12 * self.sequences), "<i8")
-        starts: npt.NDArray[np.int64] = np.append(0, np.cumsum(self.lengths(0, self.sequences), dtype=np.int64))[bounds]
+        ends = np.cumsum(self.lengths(0, self.sequences), dtype=np.int64)
+        starts: npt.NDArray[np.int64] = np.append(np.int64(0), ends)[bounds]
         return starts
 
     def _read(self, size: int, at: int) -> bytes:
@@ -275,9 +215,8 @@ class Dataset(Protocol):
 class WindowOrder:
     """The samples of a data set in order; sample k is any k >= 0, epoch follows epoch.
 
-    `name` separates the shuffles of data sets that share a seed. `shuffle=False` keeps the order of the shards. `split`
-    is the held-out share, see `parts_of_split`; the order covers the rest, or with `held_out` that share. Raises
-    ConfigError for less than one window.
+    `name` separates the shuffles of data sets that share a seed. `split`
+    and `held_out`: see `side_of_split`. Raises ConfigError for less than one window.
     """
 
     def __init__(
@@ -287,14 +226,13 @@ class WindowOrder:
         seq_length: int,
         seed: int,
         name: str = "train",
-        shuffle: bool = True,
         split: float = 0.0,
         held_out: bool = False,
         blocks: BlockCache | None = None,
     ) -> None:
-        self._shuffle = shuffle
-        parts = parts_of_split(manifest, seq_length, split, held_out=held_out, blocks=blocks)
-        self.windows = WindowDataset(manifest, seq_length, blocks=blocks, parts=parts)
+        if split:
+            manifest = side_of_split(manifest, seq_length, split, held_out=held_out, blocks=blocks)
+        self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
         self.windows_per_epoch = len(self.windows)
         if not self.windows_per_epoch:
             raise ConfigError(
@@ -311,7 +249,7 @@ class WindowOrder:
         """Return the window of `WindowDataset` that is number i of an epoch."""
         if epoch < 0 or not 0 <= i < self.windows_per_epoch:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
-        return self._permutation(epoch)(i) if self._shuffle else i
+        return self._permutation(epoch)(i)
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
         """Return token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
@@ -320,6 +258,34 @@ class WindowOrder:
     def origins(self, epoch: int, i: int) -> list[SampleSegment]:
         """Return the origins of the tokens of a sample: documents and offsets."""
         return self.windows.origins(self.window(epoch, i))
+
+
+def side_of_split(
+    manifest: DatasetManifest, seq_length: int, split: float, *, held_out: bool, blocks: BlockCache | None = None
+) -> DatasetManifest:
+    """Return the documents that are trained on, the first ones of each shard; or with `held_out` the last documents of
+    the data set, which no pass of a mixture trains on. The border is the begin of a document: the nearest one to a
+    share `split` of the windows, of one pass. Raises ConfigError if none leaves a window on both sides."""
+    shards = manifest.shards
+    firsts = [number if shard.pass_of is None else shard.pass_of for number, shard in enumerate(shards)]
+    longest: dict[int, ShardEntry] = {}  # a pass may end inside of a shard
+    for first, shard in zip(firsts, shards, strict=True):
+        longest[first] = max(longest.get(first, shard), shard, key=lambda each: each.tokens)
+    *starts, total = accumulate((shard.tokens for shard in longest.values()), initial=0)
+    wanted = max(1, round((total - 1) // seq_length * split)) * seq_length
+    at = bisect_right(starts, max(0, total - 1 - wanted)) - 1
+    begins = {*starts, *(IndexFile([*longest.values()][at], blocks).document_starts() + starts[at]).tolist()}
+    fitting = [begin for begin in begins if seq_length < begin < total - seq_length]
+    if not fitting:
+        words = f"data.split {split} finds no document that leaves a window of {seq_length} tokens on both sides"
+        raise ConfigError(words, hint="give more documents or a smaller seq_length, or hold out by path")
+    border = min(fitting, key=lambda begin: (abs(total - 1 - wanted - begin), begin))
+    kept = {first: max(0, border - start) for first, start in zip(longest, starts, strict=True)}
+    parts = [replace(shard, tokens=min(shard.tokens, kept[first])) for first, shard in zip(firsts, shards, strict=True)]
+    if held_out:
+        whole = [(kept[first], shard) for first, shard in longest.items() if kept[first] < shard.tokens]
+        parts = [replace(shard, first_token=first, tokens=shard.tokens - first) for first, shard in whole]
+    return DatasetManifest(shards=tuple(parts))
 
 
 @dataclass(kw_only=True)

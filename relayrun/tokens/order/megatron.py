@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, ShardPart, WindowDataset, parts_of_split
+from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, WindowDataset, side_of_split
 from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.shards.shard import Shard
 
@@ -37,18 +37,17 @@ class MegatronOrder:
     """A `relayrun.tokens.order.datasets.Dataset`. Raises ConfigError for less than one window."""
 
     def __init__(self, source: DatasetSpec) -> None:
+        if source.split:
+            kept = side_of_split(source.manifest, source.seq_length, source.split, held_out=False)
+            source = replace(source, manifest=kept)
         self._source = source
         self._documents = MegatronDocuments(source)
-        parts = parts_of_split(source.manifest, source.seq_length, source.split)
-        tokens = sum(part.tokens for part in parts)
-        indices = self._documents.of_parts(parts)
+        tokens = source.manifest.tokens
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
             words = f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample"
             raise ConfigError(words, hint="give more data or a smaller seq_length")
-        self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(
-            partial(_open_epoch, source, self._documents, indices)
-        )
+        self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(partial(_open_epoch, source, self._documents))
 
     def __len__(self) -> int:
         return self._length
@@ -79,7 +78,10 @@ class MegatronDocuments:
     """All shards as one low-level dataset, with the interface of megatron-core's IndexedDataset for GPTDataset."""
 
     def __init__(self, source: DatasetSpec) -> None:
-        lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
+        lengths = []
+        for shard in source.manifest.shards:  # without the documents that a split holds out
+            own = Shard.open(shard.prefix).lengths()
+            lengths.append(own[: np.searchsorted(np.cumsum(own, dtype=np.int64), shard.tokens, side="right")])
         self.sequence_lengths = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
         self.path_prefix = source.name
         self._prefixes = [shard.prefix for shard in source.manifest.shards]
@@ -91,11 +93,6 @@ class MegatronDocuments:
         """Return the tokens of a document, from `offset` on."""
         count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
         return self._stream.tokens(int(self._starts[document]) + offset, count)
-
-    def of_parts(self, parts: Sequence[ShardPart]) -> npt.NDArray[np.int32]:
-        """Return the documents of parts that begin where their shards do, a part for each shard."""
-        ends = self._starts[self._first[:-1]] + [part.tokens for part in parts]
-        return np.flatnonzero(self._starts[1:] <= np.repeat(ends, np.diff(self._first))).astype(np.int32)
 
     def locate(self, document: int) -> tuple[str, int]:
         """Return the prefix of the shard of a document, and the document's number in it."""
@@ -122,9 +119,7 @@ class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     relayrun_opening: str | None = None
 
 
-def _open_epoch(
-    source: DatasetSpec, documents: MegatronDocuments, indices: npt.NDArray[np.int32], epoch: int
-) -> MegatronEpoch:
+def _open_epoch(source: DatasetSpec, documents: MegatronDocuments, epoch: int) -> MegatronEpoch:
     derived = hashlib.sha256(f"{source.seed}/{source.name}/{epoch}".encode()).digest()[:4]
     config = MegatronEpochConfig(
         random_seed=int.from_bytes(derived, "little") if epoch else source.seed % (1 << 32),  # numpy takes 32 bits
@@ -138,5 +133,6 @@ def _open_epoch(
         relayrun_cache=source.cache_dir,
         relayrun_opening=source.opening,
     )
+    indices = np.arange(len(documents.sequence_lengths), dtype=np.int32)
     identity = f"{source.manifest.fingerprint}/{len(indices)}"
     return MegatronEpoch(documents, identity, indices, None, Split.train, config)

@@ -19,16 +19,9 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import (
-    COMPRESSIONS,
-    HEAD_BYTES,
-    TAR_ARCHIVE,
-    content_fault,
-    file_compression,
-    uncompressed_name,
-)
+from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
-from relayrun.tokens.readers.published import listed_splits
+from relayrun.tokens.readers.published import CHECKSUM_LIST, listed_splits
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -79,8 +72,7 @@ METADATA_FILE_NAMES = (
 """Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
 
 _METADATA_TEXT = re.compile(
-    r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+"
-    r"|(.*[-_.])?(md5|sha\d+)-?(sums?)?|checksums?)\.txt"
+    r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+)\.txt"
 )
 
 _MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
@@ -93,7 +85,7 @@ def data_suffixes() -> tuple[str, ...]:
 
 def data_endings() -> str:
     """Return the endings of data files for a message, the compressed ones in short."""
-    plain = [suffix for suffix in data_suffixes() if uncompressed_name(suffix) == suffix]
+    plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
     return f"{', '.join(plain)}; all but columns also with {', '.join(COMPRESSIONS)}"
 
 
@@ -226,7 +218,7 @@ def why_left_out(
     *folders, name = path.lower().split("/")
     if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
         return "hidden or temporary"
-    if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name):
+    if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name) or CHECKSUM_LIST.fullmatch(name):
         return "metadata"
     return None if name.endswith(suffixes) else ENDING_NOT_READ
 

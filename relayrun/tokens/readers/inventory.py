@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -133,7 +134,7 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
     if file_format(path) is TAR and not urls.is_url(path):
         from relayrun.tokens.readers.text_files import open_members  # on demand: Arrow
 
-        with contextlib.suppress(OSError, ValueError, RelayrunError), open(path, "rb") as raw:
+        with contextlib.suppress(OSError, ValueError, tarfile.TarError, RelayrunError), open(path, "rb") as raw:
             for name, _ in itertools.islice(open_members(raw, path), _LOOKED_MEMBERS):
                 if split := held_out_split(name):
                     return split, f"its member {name}"

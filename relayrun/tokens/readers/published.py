@@ -89,14 +89,14 @@ def _read_list(path: str) -> Any:
 _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 """By the hexadecimal digits."""
 
-_SUMS = re.compile(r"(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?", re.IGNORECASE | re.DOTALL)
+CHECKSUM_LIST = re.compile(r"(?is)(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?")
 
 
 def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
     for path in notes:
         place, name = os.path.split(path)
-        if (of := _SUMS.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
+        if (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
                 if len(digest) in _KINDS and (file := file.lstrip(" *") or of[1]):

@@ -19,7 +19,6 @@ from relayrun.tokens.readers.json_csv import BOM, open_decompressed, read_jsonl
 from relayrun.tokens.readers.texts import LongText, keep_utf8
 
 _BLOCK = 1 << 20
-_MEMBER_SUFFIXES = (*TEXT.suffixes, *JSON_LINES.suffixes)
 
 
 def read_text(
@@ -40,38 +39,26 @@ def read_tar(
     """Yield the texts of all members in their order. Raises as `columns.read_column`, and for a member of another
     kind, unless `faults` skips it."""
     for name, content in open_members(raw, path):
-        place, why = f"{path}/{name}", why_left_out(name, _MEMBER_SUFFIXES)
+        place, why = f"{path}/{name}", why_left_out(name, (*TEXT.suffixes, *JSON_LINES.suffixes))
         if why == ENDING_NOT_READ:
-            words, hint = (
-                "this member of the archive is of a kind that is not read",
-                "--on-error skip-line leaves it out",
-            )
-            faults.add(BadLine("not read", words, hint=hint), place)
+            words = "this member of the archive is of a kind that is not read"
+            faults.add(BadLine("not read", words, hint="--on-error skip-line leaves it out"), place)
         elif why is None:
             read = read_text if file_format(name) is TEXT else read_jsonl
-            try:
-                yield from read(content, place, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
-            except tarfile.TarError as error:
-                raise OSError(str(error)) from None
+            yield from read(content, place, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
 
 
 def open_members(raw: BinaryIO, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield name and content of each regular member of an archive, whose file `path` names. Raises OSError or
-    pa.ArrowException for a damaged one; so do reads of the content, or tarfile.TarError."""
-    try:
-        with (
-            open_decompressed(raw, path, TAR_ARCHIVE) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive,
-        ):
-            while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
-                if member.isfile():
-                    yield member.name, archive.extractfile(member)
-            while block := archive.fileobj.read(_BLOCK):
-                if block.strip(b"\0"):
-                    raise OSError("there are bytes behind its end mark, which are not read; split it into its archives")
-    except tarfile.TarError as error:
-        raise OSError(str(error)) from None
+    """Yield name and content of each regular member of an archive, whose file `path` names. Raises OSError,
+    tarfile.TarError or pa.ArrowException for a damaged one; so do reads of the content."""
+    with tarfile.open(fileobj=open_decompressed(raw, path, TAR_ARCHIVE), mode="r|", tarinfo=_Member) as archive:
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
+            if member.isfile():
+                yield member.name, archive.extractfile(member)
+        while block := archive.fileobj.read(_BLOCK):
+            if block.strip(b"\0"):
+                raise tarfile.ReadError("there are bytes behind its end mark: split it into its archives")
 
 
 class _Member(tarfile.TarInfo):

@@ -36,6 +36,14 @@ MANIFEST_VERSION = 2
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer_fingerprint", "tokenizer_ids", "vocabulary_size", "eod")
 
 
+def _size_differences(path: str, size: int) -> list[str]:
+    try:
+        now = os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return [f"{path}: missing"]
+    return [f"{path}: {now} bytes, was {size}"] if now != size else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """One shard, as found when the manifest was built."""
@@ -52,6 +60,8 @@ class ShardEntry:
     """SHA-256 of the .idx, hexadecimal."""
     pass_of: int | None = None
     """Number of the first shard of the data set that reads the same .bin, in another pass of a mixture."""
+    first_token: int = 0
+    """Where in the .bin a part of a shard begins, in tokens."""
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
@@ -82,18 +92,10 @@ class ShardEntry:
 
     def differences(self) -> list[str]:
         """Describe each missing file and changed size on disk. Shards below URLs are compared when they are opened."""
-        found: list[str] = []
         if "://" in self.prefix:
-            return found
-        for suffix, size in ((".bin", self.bin_bytes), (".idx", self.idx_bytes)):
-            try:
-                now = os.stat(self.prefix + suffix).st_size
-            except (FileNotFoundError, NotADirectoryError):
-                found.append(f"{self.prefix}{suffix}: missing")
-            else:
-                if now != size:
-                    found.append(f"{self.prefix}{suffix}: {now} bytes, was {size}")
-        return found
+            return []
+        sizes = ((".bin", self.bin_bytes), (".idx", self.idx_bytes))
+        return [line for suffix, size in sizes for line in _size_differences(self.prefix + suffix, size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +122,10 @@ class TextFileEntry:
         read whole, and is unchanged if its content is known and equal. URLs are compared when opened."""
         if "://" in self.path:
             return []
-        try:
-            now = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return [f"{self.path}: missing"]
-        if now.st_size != self.size:
-            return [f"{self.path}: {now.st_size} bytes, was {self.size}"]
-        same = self.changed in (0, now.st_mtime_ns) or (self.content and file_checksum(self.path) == self.content)
+        if found := _size_differences(self.path, self.size):
+            return found
+        changed = self.changed not in (0, os.stat(self.path).st_mtime_ns)
+        same = not changed or (self.content and file_checksum(self.path) == self.content)
         return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
 
     def other_time(self) -> str:
