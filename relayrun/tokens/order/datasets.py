@@ -107,8 +107,8 @@ class WindowDataset:
             offsets = index.offsets(0, index.sequences)
             within = entry.first_token + at - self.starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
-            stops = [entry.first_token + entry.tokens, *offsets[document + 1 : document + 2].tolist()]
-            stop = min(stops[0], stops[-1] // itemsize)
+            following = (offsets[document + 1 : document + 2] // itemsize).tolist()
+            stop = min([entry.first_token + entry.tokens, *following])
             count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
             found.append(SampleSegment(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
