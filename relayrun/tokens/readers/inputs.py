@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
-from relayrun.tokens.readers.published import CHECKSUM_LIST, listed_splits
+from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, STATE_FILE, listed_splits, why_left_out
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -51,7 +50,7 @@ def _compressed(*endings: str) -> tuple[str, ...]:
 PARQUET = FileFormat(name="parquet", suffixes=(".parquet", ".pq"), reader=f"{_ARROW_READERS}:read_parquet")
 JSON_LINES = FileFormat(
     name="jsonl",
-    suffixes=_compressed(".jsonl", ".json", ".ndjson", ".jsonlines"),
+    suffixes=_compressed(*JSON_ENDINGS),
     reader=f"{_TEXT_READERS}:read_jsonl",
     by_line=True,
 )
@@ -61,19 +60,6 @@ TEXT = FileFormat(name="txt", suffixes=_compressed(".txt"), reader=f"{_MEMBER_RE
 TAR = FileFormat(name="tar", suffixes=(*_compressed(".tar"), ".tgz"), reader=f"{_MEMBER_READERS}:read_tar")
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW, TEXT, TAR)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
-
-STATE_FILE = "state.json"
-"""Lists the files of a data set that Hugging Face's datasets saved."""
-
-METADATA_FILE_NAMES = (
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
-    *("inventory.jsonl", "dump-sizes.json", "executor.json"),
-)
-"""Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
-
-_METADATA_TEXT = re.compile(
-    r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+)\.txt"
-)
 
 _MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
 _MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
@@ -199,28 +185,8 @@ class Inventory:
 
 
 DEAD_LINK = "link that leads nowhere"
-FILTERED_OUT = "filtered out"
-"""By `filter_out`: such a file says nothing of others."""
-ENDING_NOT_READ = "ending not read"
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
-
-
-def why_left_out(
-    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
-) -> str | None:
-    """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
-    hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
-    if any(text in path for text in filter_out):
-        return FILTERED_OUT
-    if filter_in and not any(text in path for text in filter_in):
-        return "filters"
-    *folders, name = path.lower().split("/")
-    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
-        return "hidden or temporary"
-    if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name) or CHECKSUM_LIST.fullmatch(name):
-        return "metadata"
-    return None if name.endswith(suffixes) else ENDING_NOT_READ
 
 
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:

@@ -26,8 +26,6 @@ from relayrun.tokens.readers import published
 from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
 from relayrun.tokens.readers.file_ranges import decompress, file_of_range
 from relayrun.tokens.readers.inputs import (
-    FILTERED_OUT,
-    STATE_FILE,
     TAR,
     TEXT,
     DataFile,
@@ -38,7 +36,7 @@ from relayrun.tokens.readers.inputs import (
     saved_rows,
     take_inventory,
 )
-from relayrun.tokens.readers.published import split_of, split_words
+from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
 from relayrun.tokens.stores.urls import printable

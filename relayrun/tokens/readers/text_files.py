@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 
-from relayrun.tokens.readers.contents import TAR_ARCHIVE
+from relayrun.tokens.readers.contents import TAR_ARCHIVE, is_text_file, uncompressed_name
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.inputs import ENDING_NOT_READ, JSON_LINES, TEXT, file_format, why_left_out
 from relayrun.tokens.readers.json_csv import BOM, open_decompressed, read_jsonl
+from relayrun.tokens.readers.published import ENDING_NOT_READ, JSON_ENDINGS, why_left_out
 from relayrun.tokens.readers.texts import LongText, keep_utf8
 
 _BLOCK = 1 << 20
@@ -39,12 +39,12 @@ def read_tar(
     """Yield the texts of all members in their order. Raises as `columns.read_column`, and for a member of another
     kind, unless `faults` skips it."""
     for name, content in open_members(raw, path):
-        place, why = f"{path}/{name}", why_left_out(name, (*TEXT.suffixes, *JSON_LINES.suffixes))
+        place, why = f"{path}/{name}", why_left_out(uncompressed_name(name), (".txt", *JSON_ENDINGS))
         if why == ENDING_NOT_READ:
             words = "this member of the archive is of a kind that is not read"
             faults.add(BadLine("not read", words, hint="--on-error skip-line leaves it out"), place)
         elif why is None:
-            read = read_text if file_format(name) is TEXT else read_jsonl
+            read = read_text if is_text_file(name) else read_jsonl
             yield from read(content, place, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
 
 
