@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.tokens.order.document_windows import DOCUMENTS_PER_BLOCK, DocumentCut, DocumentWindows, WindowLocation
+from relayrun.tokens.order.document_windows import DOCUMENTS_PER_BLOCK, DocumentCut, DocumentWindows
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.shard import ShardWriter
 
@@ -73,10 +73,10 @@ def test_every_window_is_that_of_a_slow_reference(tmp_path: Path, cut: DocumentC
     assert np.concatenate(list(windows.all_sizes(7))).tolist() == lengths
     for i in {0, len(windows) - 1, *rng.integers(0, len(windows), 200).tolist()}:
         shard, document, offset, tokens = expected[i]
-        place = windows.locate(i)
-        assert (place.shard, place.document, place.offset) == (shard, document, offset)
+        number, place, _ = windows.locate(i)
+        assert (number, place.document, place.offset) == (shard, document, offset)
         assert windows.read(i).tolist() == tokens
-        assert windows.origin(i).tokens == len(tokens) - cut.specials
+        assert place.tokens == len(tokens) - cut.specials
 
 
 def test_the_letters_with_an_overlap_of_two(tmp_path: Path) -> None:
@@ -168,8 +168,9 @@ def test_an_index_that_became_shorter_is_named(tmp_path: Path) -> None:
 
 def test_the_last_window_of_a_document_says_so(tmp_path: Path) -> None:
     windows = DocumentWindows(shards(tmp_path, [[5, 2]]), DocumentCut(window=4, overlap=1))
-    assert [windows.locate(i) for i in range(3)] == [
-        WindowLocation(shard=0, document=0, offset=0, tokens=4, ends=False),
-        WindowLocation(shard=0, document=0, offset=3, tokens=2, ends=True),
-        WindowLocation(shard=0, document=1, offset=0, tokens=2, ends=True),
+    found = [windows.locate(i) for i in range(3)]
+    assert [(place.document, place.offset, place.tokens, ends) for _, place, ends in found] == [
+        (0, 0, 4, False),
+        (0, 3, 2, True),
+        (1, 0, 2, True),
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 from collections.abc import Callable
@@ -40,6 +42,8 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
     ".gz": gzip.compress,
     ".zst": lambda data: zstandard.compress(data),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
 }
 
 
@@ -66,7 +70,7 @@ def texts(path: str, faults: LineFaults | None = None) -> list[Any]:
     return [text for array in read_column(path, "text", batch_bytes=1000, faults=faults) for text in array.to_pylist()]
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".parquet"])
+@pytest.mark.parametrize("ending", [*COMPRESS, ".parquet"])
 def test_each_row_is_in_one_range_wherever_a_file_is_cut(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +119,7 @@ def write_large(folder: Path, ending: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".parquet"])
+@pytest.mark.parametrize("ending", [*COMPRESS, ".parquet"])
 def test_workers_share_one_file_and_their_merged_shard_is_that_of_one_worker(folder: Path, ending: str) -> None:
     name = write_large(folder, ending)
     tokenize(folder, name, "one", tasks=1)

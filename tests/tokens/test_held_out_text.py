@@ -19,6 +19,8 @@ from relayrun.errors import InputError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import command_line
 from relayrun.tokens.mixture.create_mixture import create_mixture
+from relayrun.tokens.order.datasets import DatasetSpec, WindowOrder
+from relayrun.tokens.order.megatron import MegatronOrder
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import expand_paths
@@ -26,7 +28,7 @@ from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
 from relayrun.tokens.streams import files
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
-from tests.tokenization_corpus import TEXTS, train_tokenizer
+from tests.tokenization_corpus import TEXTS, shard_documents, train_tokenizer
 from tests.workspace import Workspace
 
 MADE = TokenizerRecord(fingerprint="f" * 64, ids="", size=None, eos=None)
@@ -201,17 +203,40 @@ def mixed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_share_of_text_that_is_repeated_cannot_be_held_out(mixed: Path) -> None:
-    build(mixed / "mixture")
-    with pytest.raises(InputError, match=r"data\.split would hold out text that is trained on") as caught:
-        build(mixed / "mixture", split=0.1)
-    assert "epoch-" in str(caught.value)
-    assert "data.validation" in str(caught.value)
+@pytest.mark.parametrize("split", [0.01, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("order", ["window", "megatron"])
+def test_a_split_holds_out_documents_of_all_passes_together(mixed: Path, order: str, split: float) -> None:
+    """Passes over a data set and the part of a last one read the same documents: by their first tokens."""
+    shards = build(mixed / "mixture", split=split).datasets["train"]
+    assert {shard.pass_of for shard in shards.shards} > {None}
+    held_out = WindowOrder(shards, seq_length=4, seed=1, split=split, held_out=True)
+    training: Any = WindowOrder(shards, seq_length=4, seed=1, split=split)
+    if order == "megatron":
+        training = MegatronOrder(DatasetSpec(name="d", seed=1, seq_length=4, split=split, manifest=shards))
+    sides = []
+    for side in (training, held_out):
+        places = {(each.prefix, each.document) for i in range(len(side)) for each in side.origins(0, i)}
+        texts = {prefix: [tuple(text) for text in shard_documents(Path(prefix))] for prefix, _ in places}
+        sides.append({texts[prefix][document] for prefix, document in places})
+    assert min(map(len, sides)) > 0
+    assert not sides[0] & sides[1]
+
+
+def test_a_share_of_text_that_is_repeated_otherwise_cannot_be_held_out(mixed: Path) -> None:
+    """In a merge of passes, and in passes that are data sets of their own."""
+    prefixes = expand_paths([str(mixed / "mixture")])
+    merge_shards(prefixes, mixed / "merged")
+    apart = {f"{again}": [each for each in prefixes if ("epoch-" in each) == again] for again in (False, True)}
+    for train in (mixed / "merged", apart):
+        build(train)
+        with pytest.raises(InputError, match=r"data\.split would hold out text that is trained on") as caught:
+            build(train, split=0.1)
+        assert "data.validation" in str(caught.value)
     build(mixed / "web", split=0.1)
 
 
-@pytest.mark.parametrize("path", ["config", "submit"])
-def test_a_submit_refuses_a_split_of_a_mixture_with_repeats(tmp_path: Path, path: str) -> None:
+def test_megatron_lm_is_refused_a_split_of_a_mixture_with_repeats(tmp_path: Path) -> None:
+    """It would hold out the last documents of the last pass alone."""
     workspace = Workspace.make(tmp_path)
     small = tmp_path / "small"
     small.mkdir()
@@ -221,10 +246,7 @@ def test_a_submit_refuses_a_split_of_a_mixture_with_repeats(tmp_path: Path, path
     data = {"datasets": [str(tmp_path / "mixture")]}
     config = resolve.load_run_config(workspace.config("run", data=data | {"split": 0.1}))
     assert isinstance(config, RunConfig)
-    if path == "config":
-        with pytest.raises(InputError, match=r"data\.split would hold out text"):
-            command_line.data_path_flags(config.data)
-        return
     with pytest.raises(InputError, match=r"data\.split would hold out text"):
-        submission.submit_run(config)
-    assert not (tmp_path / "run").exists()
+        command_line.data_path_flags(config.data)
+    submission.submit_run(config)
+    assert (tmp_path / "run").exists()

@@ -77,7 +77,7 @@ REFUSED = [
     ("a.jsonl", gzip.compress(LINE, mtime=0), "its content is gzip, not text as its name says"),
     ("a.jsonl", ZSTD, "its content is zstd, not text"),
     ("a.jsonl", b"PAR1" + bytes(20), "its content is parquet, not text"),
-    ("a.csv", b"BZh91AY&SY" + bytes(20), "its content is bzip2, not text"),
+    ("a.csv", b"BZh91AY&SY" + bytes(20), "its content is bz2, not text"),
     ("a.jsonl", POINTER, "a pointer of Git LFS in place of the file"),
     ("a.parquet", POINTER, "a pointer of Git LFS"),
     ("a.jsonl.gz", POINTER, "a pointer of Git LFS"),

@@ -59,31 +59,46 @@ def test_the_order_never_changes_between_versions(manifest: DatasetManifest) -> 
     assert [order.window(*divmod(k, 100)) for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
 
 
-def test_without_shuffle_every_epoch_is_the_stream(manifest: DatasetManifest) -> None:
-    order = WindowOrder(manifest, seq_length=4, seed=1, shuffle=False)
-    assert [order.window(*divmod(k, 100)) for k in range(200)] == [*range(100), *range(100)]
-
-
 def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
     assert WindowOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
     with pytest.raises(ConfigError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):
         WindowOrder(manifest, seq_length=401, seed=1)
 
 
-def test_a_split_holds_out_the_last_windows_and_trains_on_the_others(manifest: DatasetManifest) -> None:
-    training = WindowOrder(manifest, seq_length=4, seed=1, split=0.1)
-    held_out = WindowOrder(manifest, seq_length=4, seed=1, split=0.1, held_out=True)
-    assert (len(training), len(held_out)) == (90, 10)
-    for epoch in range(2):
-        assert sorted(training.window(epoch, i) for i in range(90)) == list(range(90))
-        assert sorted(held_out.window(epoch, i) for i in range(10)) == list(range(90, 100))
-    labels = {token for i in range(90) for token in training.read(0, i)[1:].tolist()}
-    assert labels.isdisjoint({token for i in range(10) for token in held_out.read(0, i)[1:].tolist()})
+def documents(order: WindowOrder) -> set[tuple[str, int]]:
+    windows = (order.origins(0, i) for i in range(len(order)))
+    return {(each.prefix, each.document) for window in windows for each in window}
+
+
+def test_a_split_holds_out_the_last_documents_and_trains_on_the_others(tmp_path: Path) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        manifest, first = [], 0
+        for number in range(3):
+            lengths = rng.integers(1, 30, rng.integers(1, 20)).tolist()
+            writer = ShardWriter(tmp_path / f"{seed}-{number}", np.uint16)
+            writer.add(np.arange(first, first := first + sum(lengths)), lengths)
+            writer.finish()
+            manifest.append(tmp_path / f"{seed}-{number}")
+        shards = DatasetManifest.build(manifest)
+        training = WindowOrder(shards, seq_length=4, seed=1, split=0.2)
+        held_out = WindowOrder(shards, seq_length=4, seed=1, split=0.2, held_out=True)
+        assert not documents(training) & documents(held_out)
+        tokens = [np.concatenate([order.read(0, i) for i in range(len(order))]) for order in (training, held_out)]
+        assert tokens[0].max() < tokens[1].min()
+        assert abs(len(held_out) - round(first / 4 * 0.2)) < 30 / 4
+        assert len(training) + len(held_out) >= first // 4 - 2
+        assert [training.read(0, i).tolist() for i in range(5)] == [
+            list(range(4 * window, 4 * window + 5)) for window in (training.window(0, i) for i in range(5))
+        ]
 
 
 def test_a_split_keeps_a_window_on_both_sides(manifest: DatasetManifest) -> None:
-    assert len(WindowOrder(manifest, seq_length=4, seed=1, split=1e-9, held_out=True)) == 1
-    assert len(WindowOrder(manifest, seq_length=4, seed=1, split=0.9999)) == 1
+    for split in (1e-9, 0.1, 0.9999):
+        sides = [WindowOrder(manifest, seq_length=4, seed=1, split=split, held_out=held) for held in (False, True)]
+        assert min(map(len, sides)) >= 20
+    with pytest.raises(ConfigError, match=r"data\.split 0\.5 finds no document .* a window of 4"):
+        WindowOrder(DatasetManifest(shards=manifest.shards[:1]), seq_length=4, seed=1, split=0.5)
 
 
 def test_an_epoch_has_no_window_outside_of_it(manifest: DatasetManifest) -> None:

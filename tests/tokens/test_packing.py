@@ -269,13 +269,13 @@ def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
     manifest = shard(tmp_path / "s", np.random.default_rng(5).integers(1, 40, 90).tolist())
     windows, kept = DocumentWindows(manifest, DocumentCut(window=13, overlap=3, bos=1, eos=2)), tmp_path / "kept"
     counted: list[int] = []
-    count = PackedRows._count
+    count = document_packing.count_rows
 
-    def counting(self: PackedRows, sizes: Any) -> int:
+    def counting(sizes: Any, *options: Any) -> int:
         counted.append(len(sizes))
-        return count(self, sizes)
+        return count(sizes, *options)
 
-    monkeypatch.setattr(PackedRows, "_count", counting)
+    monkeypatch.setattr(document_packing, "count_rows", counting)
 
     def opened(
         how: document_packing.Packing = "best_fit", room: int = 16, cut: DocumentCut = windows.cut

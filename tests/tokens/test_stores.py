@@ -31,7 +31,7 @@ from tests.tokenization_corpus import EOS, TEXTS, taken_files, train_tokenizer, 
 from tests.tokens.test_preprocess import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = {"a.parquet": 50, "b/C.JSONL": 40, "b/x y*?'.jsonl.gz": 30, "e.jsonl.zst": 20, "b/notes.txt": 5}
+SIZES = {"a.parquet": 50, "b/C.JSONL": 40, "b/x y*?'.jsonl.gz": 30, "e.jsonl.zst": 20, "b/notes.md": 5}
 
 
 @pytest.fixture(autouse=True)

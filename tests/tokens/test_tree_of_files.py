@@ -15,21 +15,12 @@ from relayrun.errors import RelayrunError
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from tests.tokens.tree_of_files import make_tree
 
-_TEXT = "files of text, .bz2 and .xz are not read"
 _END = "tokenization finds torn .gz and .zst files"
 KNOWN = {
     "cc-main-2023-14-wet": "records of WARC are not read",
-    "gutenberg-like-books": _TEXT,
-    "medieval-letters-by-author": _TEXT,
-    "radio-transcripts-bz2": _TEXT,
-    "court-records-xz": _TEXT,
-    "names as people type them": _TEXT,
-    "from-windows": _TEXT,
-    "batches-in-mixed-formats": _TEXT,
-    "forum-dumps-tar": "tar is not read",
-    "recipes-tar-gz": "tar is not read",
     "pile-copy-interrupted": _END,
     "archive-with-sha256sums": f"{_END}; checksums are compared then, too",
+    "texts-with-md5": "checksums are compared when a dump is tokenized",
     "spark-job-died": "_SUCCESS, _temporary and _committed_* are not read",
     "spark-edited-after": "Hadoop's .crc files are not read",
     "datatrove-timeout": "completions are not read",

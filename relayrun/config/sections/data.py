@@ -224,7 +224,7 @@ class DataSection(Section):
     """Held-out sets by name, each a list of folders; never part of training. With `order: document-window` their
     documents are cut and packed by `document_window`, with every other order they are read as with `window`."""
     split: Fraction = 0.0
-    """Held-out share of each data set's windows, at its end: a validation set of the data set's name."""
+    """Held-out share of each data set, the documents at its end: a validation set of the data set's name."""
     order: str = "window"
     """Cut and shuffle of a data set's windows: `window`, without an index; `document-window`, windows that never cross
     a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""

@@ -34,7 +34,7 @@ from relayrun.tokens.shards.checks import (
     iterate_data_sets,
     shard_tokenizer_errors,
 )
-from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, doubled_texts
+from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, check_held_out, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import ShardRecords
 from relayrun.tokens.stores.urls import is_url
@@ -58,7 +58,8 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     if config.data.mask_tokens_except is not None:
         character_token_ids(config.data.mask_tokens_except, tokenizer)
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
-    return Manifest.build(
+    native: bool = config.trainer == "native"
+    manifest = Manifest.build(
         {
             name: _stream_files(name, source, config.data.lanes, frozen)
             if source.is_stream
@@ -67,7 +68,7 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         },
         {
             name: find_prefixes([Path(folder) for folder in folders], listed=True)
-            if config.trainer == "native"
+            if native
             else expand_paths([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
             for name, folders in config.data.validation.items()
         },
@@ -78,6 +79,10 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         tokenizer_ids=tokenizer.ids_fingerprint,
         split=config.data.split,
     )
+    if config.data.split and not native:  # Megatron-LM would hold out documents of the last pass alone
+        training = {name: [shard.prefix for shard in dataset.shards] for name, dataset in manifest.datasets.items()}
+        check_held_out(training, {}, split=training)
+    return manifest
 
 
 def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | None) -> DatasetManifest:
@@ -176,6 +181,8 @@ def _count_windows(config: RunConfig, manifest: Manifest, name: str) -> int | No
             return len(document_order(config, manifest, name, shards))
         size, where = manifest.vocabulary_size, f"data set {name!r}"
         document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
+    elif data.split and any(is_url(shard.prefix) for shard in shards.shards):
+        return None  # ranks read an .idx for it, through the cache of their node
     elif (data.sources[name].order or data.order) in WINDOW_ORDERS:
         return len(WindowOrder(shards, seq_length=length, seed=0, name=name, split=data.split))
     return None

@@ -159,9 +159,7 @@ def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, c
 
 def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
     old, new = (_by_name({shard.prefix: shard for shard in part.shards}) for part in (before, now))
-    lines = [f"shard {name} is gone" for name in old if name not in new]
-    lines += [f"shard {name} was added" for name in new if name not in old]
-    lines += _file_differences(before, now)
+    lines = [*_other_names("shard", old, new), *_file_differences(before, now)]
     for name in old:
         if name in new and (was := old[name]).fingerprint != (now_is := new[name]).fingerprint:
             same = ", in another order or of other lengths" if was.tokens == now_is.tokens else ""
@@ -178,8 +176,7 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
 
 def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
     old, new = (_by_name({file.path: file for file in part.files}) for part in (before, now))
-    lines = [f"file {name} is gone" for name in old if name not in new]
-    lines += [f"file {name} was added" for name in new if name not in old]
+    lines = _other_names("file", old, new)
     for name in [name for name in old if name in new]:
         was, now_is = old[name], new[name]
         if was.size != now_is.size:
@@ -192,6 +189,11 @@ def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str
     if not lines and old:
         lines = ["its files stand in another order"]
     return lines
+
+
+def _other_names(what: str, old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+    gone = [f"{what} {name} is gone" for name in old if name not in new]
+    return gone + [f"{what} {name} was added" for name in new if name not in old]
 
 
 def _by_name(entries: Mapping[str, T]) -> dict[str, T]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class DatasetSpec:
     manifest: DatasetManifest
     """Shards of the data set; empty if the mixture gives no path."""
     split: float = 0.0
-    """Held-out share of the windows, at the end of the data set."""
+    """Held-out share of the data set, at its end; see `side_of_split`."""
     cache_dir: str | None = None
     opening: str | None = None
     """Identifies an attempt, whose ranks open the data set together; None: no other process opens it."""
@@ -65,13 +65,13 @@ class WindowDataset:
             raise ValueError(f"seq_length must be positive, not {seq_length}")
         self.manifest = manifest
         self.seq_length = seq_length
-        self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
+        self.starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
         self._file = lru_cache(MAX_OPEN_FILES)(lambda number: _BinFile(manifest.shards[number], blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
         """Windows in an epoch."""
-        return max(0, self._starts[-1] - 1) // self.seq_length
+        return max(0, self.starts[-1] - 1) // self.seq_length
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
         """Return window i, int64 [seq_length + 1]. Raises IndexError, InputError for a truncated shard, OSError."""
@@ -82,11 +82,11 @@ class WindowDataset:
     def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return `count` tokens from token `start` on, int64. Raises like `read`; the range must exist."""
         result = np.empty(count, dtype=np.int64)
-        shard = bisect_right(self._starts, start) - 1
+        shard = bisect_right(self.starts, start) - 1
         filled = 0
         while filled < count:
-            within = start + filled - self._starts[shard]
-            part = min(count - filled, self._starts[shard + 1] - self._starts[shard] - within)
+            within = start + filled - self.starts[shard]
+            part = min(count - filled, self.starts[shard + 1] - self.starts[shard] - within)
             if part:
                 result[filled : filled + part] = self._file(shard).read(within, part)
             filled += part
@@ -100,23 +100,19 @@ class WindowDataset:
         found = []
         at, end = i * self.seq_length, (i + 1) * self.seq_length + 1
         while at < end:
-            number = bisect_right(self._starts, at) - 1
+            number = bisect_right(self.starts, at) - 1
             entry = self.manifest.shards[number]
             itemsize = np.dtype(entry.dtype).itemsize
-            offsets = self._offsets(entry)
-            within = at - self._starts[number]
+            index = IndexFile(entry, self._blocks)
+            offsets = index.offsets(0, index.sequences)
+            within = entry.first_token + at - self.starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
-            stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
+            following = (offsets[document + 1 : document + 2] // itemsize).tolist()
+            stop = min([entry.first_token + entry.tokens, *following])
             count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
             found.append(SampleSegment(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
         return found
-
-    def _offsets(self, shard: ShardEntry) -> npt.NDArray[np.int64]:
-        if not is_url(shard.prefix):
-            return Shard.open(shard.prefix).offsets()  # in memory are the pages that are looked at
-        index = IndexFile(shard, self._blocks)
-        return index.offsets(0, index.sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +130,10 @@ class _BinFile:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
         self._bytes = open_cached_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
+        self._first = shard.first_token
 
     def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
+        start += self._first
         size = count * self._dtype.itemsize
         data = self._bytes.pread(size, start * self._dtype.itemsize)
         if len(data) != size:
@@ -154,14 +152,23 @@ class IndexFile:
         self._path = shard.prefix + ".idx"
         self._bytes = open_cached_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
         self.sequences: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
+        self._documents = shard.documents
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
-        """Return the tokens of the sequences first .. end - 1."""
+        """Return the tokens of the sequences first .. end - 1, fewer at the end of the index."""
+        end = min(end, self.sequences)
         return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
 
     def offsets(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Return the byte offsets in the .bin of the sequences first .. end - 1."""
         return np.frombuffer(self._read(8 * (end - first), INDEX_HEADER.size + 4 * self.sequences + 8 * first), "<i8")
+
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Return the tokens before each document."""
+        bounds = np.frombuffer(self._read(8 * self._documents, INDEX_HEADER.size + 12 * self.sequences), "<i8")
+        ends = np.cumsum(self.lengths(0, self.sequences), dtype=np.int64)
+        starts: npt.NDArray[np.int64] = np.append(np.int64(0), ends)[bounds]
+        return starts
 
     def _read(self, size: int, at: int) -> bytes:
         data = self._bytes.pread(size, at)
@@ -208,9 +215,8 @@ class Dataset(Protocol):
 class WindowOrder:
     """The samples of a data set in order; sample k is any k >= 0, epoch follows epoch.
 
-    `name` separates the shuffles of data sets that share a seed. `shuffle=False` keeps the order of the shards. `split`
-    is the held-out share of windows, at the end; the order covers the rest, or with `held_out` that share. Raises
-    ConfigError for less than one window.
+    `name` separates the shuffles of data sets that share a seed. `split`
+    and `held_out`: see `side_of_split`. Raises ConfigError for less than one window.
     """
 
     def __init__(
@@ -220,20 +226,17 @@ class WindowOrder:
         seq_length: int,
         seed: int,
         name: str = "train",
-        shuffle: bool = True,
         split: float = 0.0,
         held_out: bool = False,
         blocks: BlockCache | None = None,
     ) -> None:
-        self._shuffle = shuffle
+        if split:
+            manifest = side_of_split(manifest, seq_length, split, held_out=held_out, blocks=blocks)
         self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
-        training = len(self.windows) - held_out_window_count(len(self.windows), split)
-        self._first = training if held_out else 0
-        self.windows_per_epoch = len(self.windows) - training if held_out else training
+        self.windows_per_epoch = len(self.windows)
         if not self.windows_per_epoch:
-            share = f", of which data.split {split} is held out" if split else ""
             raise ConfigError(
-                f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
+                f"the data set {name!r} has {manifest.tokens} tokens, fewer than one sample: "
                 f"seq_length {seq_length} needs {seq_length + 1}",
                 hint="give more data or a smaller seq_length",
             )
@@ -246,7 +249,7 @@ class WindowOrder:
         """Return the window of `WindowDataset` that is number i of an epoch."""
         if epoch < 0 or not 0 <= i < self.windows_per_epoch:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
-        return self._first + (self._permutation(epoch)(i) if self._shuffle else i)
+        return self._permutation(epoch)(i)
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
         """Return token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
@@ -257,9 +260,32 @@ class WindowOrder:
         return self.windows.origins(self.window(epoch, i))
 
 
-def held_out_window_count(windows: int, split: float) -> int:
-    """Return the number of held-out windows: at least one, and never all."""
-    return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
+def side_of_split(
+    manifest: DatasetManifest, seq_length: int, split: float, *, held_out: bool, blocks: BlockCache | None = None
+) -> DatasetManifest:
+    """Return the documents that are trained on, the first ones of each shard; or with `held_out` the last documents of
+    the data set, which no pass of a mixture trains on. The border is the begin of a document: the nearest one to a
+    share `split` of the windows, of one pass. Raises ConfigError if none leaves a window on both sides."""
+    shards = manifest.shards
+    firsts = [number if shard.pass_of is None else shard.pass_of for number, shard in enumerate(shards)]
+    longest: dict[int, ShardEntry] = {}  # a pass may end inside of a shard
+    for first, shard in zip(firsts, shards, strict=True):
+        longest[first] = max(longest.get(first, shard), shard, key=lambda each: each.tokens)
+    *starts, total = accumulate((shard.tokens for shard in longest.values()), initial=0)
+    wanted = max(1, round((total - 1) // seq_length * split)) * seq_length
+    at = bisect_right(starts, max(0, total - 1 - wanted)) - 1
+    begins = {*starts, *(IndexFile([*longest.values()][at], blocks).document_starts() + starts[at]).tolist()}
+    fitting = [begin for begin in begins if seq_length < begin < total - seq_length]
+    if not fitting:
+        words = f"data.split {split} finds no document that leaves a window of {seq_length} tokens on both sides"
+        raise ConfigError(words, hint="give more documents or a smaller seq_length, or hold out by path")
+    border = min(fitting, key=lambda begin: (abs(total - 1 - wanted - begin), begin))
+    kept = {first: max(0, border - start) for first, start in zip(longest, starts, strict=True)}
+    parts = [replace(shard, tokens=min(shard.tokens, kept[first])) for first, shard in zip(firsts, shards, strict=True)]
+    if held_out:
+        whole = [(kept[first], shard) for first, shard in longest.items() if kept[first] < shard.tokens]
+        parts = [replace(shard, first_token=first, tokens=shard.tokens - first) for first, shard in whole]
+    return DatasetManifest(shards=tuple(parts))
 
 
 @dataclass(kw_only=True)

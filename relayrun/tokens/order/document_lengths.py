@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from relayrun.config.sections.data import Packing
 from relayrun.errors import ConfigError, InputError
 from relayrun.progress import Progress, count
-from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
+from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, count_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_endings
@@ -196,10 +196,7 @@ def _padding(
         sizes = cut.sizes(lengths[low:high])[first - before : last - before]
         text, windows = text + int(sizes.sum()), windows + len(sizes)
         for packing in COMPARED_PACKINGS:
-            if packing == "split":
-                rows[packing] += -(-int(sizes.sum()) // room)
-            else:
-                rows[packing] += int(assign_rows(sizes, room, packing).max()) + 1
+            rows[packing] += count_rows(sizes, room, packing)
     return {packing: 1 - text / (count * room) for packing, count in rows.items()}, windows
 
 

@@ -58,6 +58,13 @@ def assign_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> np
     return _pack_first_fit(sizes, room) if packing == "first_fit" else _pack_best_fit(sizes, room)
 
 
+def count_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> int:
+    """Return the number of rows of windows of these sizes, packed as one block."""
+    if packing == "split":
+        return -(-int(sizes.sum()) // room)
+    return int(assign_rows(sizes, room, packing).max()) + 1
+
+
 def _pack_greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     rows, row, left = [], -1, 0
     for size in sizes.tolist():
@@ -177,7 +184,8 @@ class PackedRows:
             return self._counted()
 
     def _counted(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([0, *map(self._count, self.windows.all_sizes(WINDOWS_PER_BLOCK))], dtype=np.int64)
+        blocks = self.windows.all_sizes(WINDOWS_PER_BLOCK)
+        return np.cumsum([0, *(count_rows(sizes, self._room, self.packing) for sizes in blocks)], dtype=np.int64)
 
     def _identity(self) -> str:
         """Return the hash of everything that the rows depend on."""
@@ -192,11 +200,6 @@ class PackedRows:
             self.windows.manifest.fingerprint,
         ]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-
-    def _count(self, sizes: npt.NDArray[np.int64]) -> int:
-        if self.packing == "split":
-            return -(-int(sizes.sum()) // self._room)
-        return int(assign_rows(sizes, self._room, self.packing).max()) + 1
 
     def _packed(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the sizes of the block's windows, the windows sorted by row, and the first of each row among these.
@@ -292,7 +295,7 @@ class DocumentWindowOrder:
         """Return the origins of the text of a row: a piece of a document for each window, without BOS and EOS."""
         found, before = [], int(self.cut.bos is not None)
         for window, start, stop in self.rows.pieces(self.number(epoch, i)):
-            whole = self.rows.windows.origin(window)
+            _, whole, _ = self.rows.windows.locate(window)
             first, end = max(start - before, 0), min(stop - before, whole.tokens)
             if end > first:
                 found.append(replace(whole, offset=whole.offset + first, tokens=end - first))

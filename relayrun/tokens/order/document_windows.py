@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,20 +84,16 @@ class DocumentCut:
         sizes = np.minimum(self.content, np.repeat(tokens, counts) - numbers * self.step) + self.specials
         return np.asarray(sizes, np.int64)
 
-
-@dataclass(frozen=True, kw_only=True)
-class WindowLocation:
-    """The origin of a window."""
-
-    shard: int
-    document: int
-    """Number of the document in its shard."""
-    offset: int
-    """First token of the window in the document."""
-    tokens: int
-    """Tokens from the document."""
-    ends: bool
-    """True for the last window of the document."""
+    def frame(self, text: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the window of a piece of a document: with BOS and EOS."""
+        window = np.empty(len(text) + self.specials, text.dtype)
+        first = int(self.bos is not None)
+        window[first : first + len(text)] = text
+        if self.bos is not None:
+            window[0] = self.bos
+        if self.eos is not None:
+            window[-1] = self.eos
+        return window
 
 
 class DocumentWindows:
@@ -107,7 +104,6 @@ class DocumentWindows:
         self.manifest = manifest
         self.cut = cut
         self._stream = WindowDataset(manifest, 1, blocks=blocks)
-        self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
         self._file = lru_cache(MAX_OPEN_FILES)(lambda number: IndexFile(manifest.shards[number], blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
@@ -117,9 +113,7 @@ class DocumentWindows:
         index = self._file(shard)
         table = np.zeros(-(-index.sequences // DOCUMENTS_PER_BLOCK) + 1, np.int64)
         for first in range(0, index.sequences, _DOCUMENTS_READ_AT_ONCE):
-            counts = self.cut.windows(
-                self.cut.tokens(index.lengths(first, min(first + _DOCUMENTS_READ_AT_ONCE, index.sequences)))
-            )
+            counts = self.cut.windows(self.cut.tokens(index.lengths(first, first + _DOCUMENTS_READ_AT_ONCE)))
             blocks = np.add.reduceat(counts, np.arange(0, len(counts), DOCUMENTS_PER_BLOCK))
             table[first // DOCUMENTS_PER_BLOCK + 1 :][: len(blocks)] = blocks
         return np.cumsum(table, out=table)
@@ -128,59 +122,42 @@ class DocumentWindows:
         """Windows of the data set."""
         return self._starts[-1]
 
-    def locate(self, i: int) -> WindowLocation:
-        """Return the origin of window i. Raises IndexError outside of 0..len-1, OSError and InputError like `read`."""
+    def locate(self, i: int) -> tuple[int, SampleSegment, bool]:
+        """Return the shard of window i, its part of a document, and whether the document ends with it. Raises
+        IndexError outside of 0..len-1, OSError and InputError like `read`."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         shard = bisect_right(self._starts, i) - 1
         i -= self._starts[shard]
         table, index = self._tables[shard], self._file(shard)
         block = int(np.searchsorted(table, i, side="right")) - 1
-        lengths = index.lengths(block * DOCUMENTS_PER_BLOCK, min((block + 1) * DOCUMENTS_PER_BLOCK, index.sequences))
-        tokens = self.cut.tokens(lengths)
+        tokens = self.cut.tokens(index.lengths(block * DOCUMENTS_PER_BLOCK, (block + 1) * DOCUMENTS_PER_BLOCK))
         ends = table[block] + np.cumsum(self.cut.windows(tokens))
         at = int(np.searchsorted(ends, i, side="right"))
         before = int(ends[at - 1]) if at else int(table[block])
         offset = (i - before) * self.cut.step
         count = min(self.cut.content, int(tokens[at]) - offset)
-        return WindowLocation(
-            shard=shard,
-            document=block * DOCUMENTS_PER_BLOCK + at,
-            offset=offset,
-            tokens=count,
-            ends=offset + count == int(tokens[at]),
-        )
+        prefix, document = self.manifest.shards[shard].prefix, block * DOCUMENTS_PER_BLOCK + at
+        part = SampleSegment(prefix=prefix, document=document, offset=offset, tokens=count)
+        return shard, part, offset + count == int(tokens[at])
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
         """Return the token ids of window i, int64 [at most `cut.window`]. Raises IndexError, InputError if a shard was
         truncated, OSError, and FatalTrainingError if a document does not end with `drop_end`."""
-        place = self.locate(i)
-        offset = int(self._file(place.shard).offsets(place.document, place.document + 1)[0])
-        itemsize = np.dtype(self.manifest.shards[place.shard].dtype).itemsize
-        start = self._stream_starts[place.shard] + offset // itemsize + place.offset
-        cut, dropped = self.cut, place.ends and self.cut.drop_end is not None
+        shard, place, ends = self.locate(i)
+        offset = int(self._file(shard).offsets(place.document, place.document + 1)[0])
+        itemsize = np.dtype(self.manifest.shards[shard].dtype).itemsize
+        start = self._stream.starts[shard] + offset // itemsize + place.offset
+        cut, dropped = self.cut, ends and self.cut.drop_end is not None
         text = self._stream.tokens(start, place.tokens + dropped)
         if dropped and text[-1] != cut.drop_end:
             raise FatalTrainingError(
                 f"document {place.document} ends with the token id {text[-1]}, not with the end of document "
                 f"{cut.drop_end}",
-                where=self.manifest.shards[place.shard].prefix + ".bin",
+                where=place.prefix + ".bin",
                 hint="set drop_eod: false in data.document_window, in a run with another name",
             )
-        result = np.empty(place.tokens + cut.specials, np.int64)
-        first = int(cut.bos is not None)
-        result[first : first + place.tokens] = text[: place.tokens]
-        if cut.bos is not None:
-            result[0] = cut.bos
-        if cut.eos is not None:
-            result[-1] = cut.eos
-        return result
-
-    def origin(self, i: int) -> SampleSegment:
-        """Return the origin of window i as a part of a document."""
-        place = self.locate(i)
-        prefix = self.manifest.shards[place.shard].prefix
-        return SampleSegment(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
+        return cut.frame(text[: place.tokens])
 
     def sizes(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Return the tokens of the windows first .. end - 1, with BOS and EOS; int64 [end - first]."""
@@ -194,9 +171,7 @@ class DocumentWindows:
                 table, index = self._tables[shard], self._file(shard)
                 low = int(np.searchsorted(table, first - start, side="right")) - 1
                 high = int(np.searchsorted(table, stop - start, side="left"))
-                tokens = self.cut.tokens(
-                    index.lengths(low * DOCUMENTS_PER_BLOCK, min(high * DOCUMENTS_PER_BLOCK, index.sequences))
-                )
+                tokens = self.cut.tokens(index.lengths(low * DOCUMENTS_PER_BLOCK, high * DOCUMENTS_PER_BLOCK))
                 found.append(self.cut.sizes(tokens)[first - start - int(table[low]) :][: stop - first])
                 first = stop
             shard += 1

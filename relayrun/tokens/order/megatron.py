@@ -6,8 +6,7 @@ single GPTDataset would reorder the first epoch when their number changes. Here 
 seeds derived from (seed, data set, epoch). All shards of the data set are read as if merged.
 
 The three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in memory, or kept
-in `data.data_cache_dir` (`relayrun.tokens.order.index_cache`). Windows held out by `data.split` (at the end of the
-shards in their own order) lie in the last documents; these documents are left out.
+in `data.data_cache_dir` (`relayrun.tokens.order.index_cache`). Documents that `data.split` holds out are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, WindowDataset, held_out_window_count
+from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, WindowDataset, side_of_split
 from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.shards.shard import Shard
 
@@ -38,21 +37,17 @@ class MegatronOrder:
     """A `relayrun.tokens.order.datasets.Dataset`. Raises ConfigError for less than one window."""
 
     def __init__(self, source: DatasetSpec) -> None:
+        if source.split:
+            kept = side_of_split(source.manifest, source.seq_length, source.split, held_out=False)
+            source = replace(source, manifest=kept)
         self._source = source
         self._documents = MegatronDocuments(source)
-        stream = WindowDataset(source.manifest, source.seq_length)
-        held_out = held_out_window_count(len(stream), source.split)
-        ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
-        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the held-out labels
-        indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
-        tokens = int(ends[len(indices) - 1]) if len(indices) else 0
+        tokens = source.manifest.tokens
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
             words = f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample"
             raise ConfigError(words, hint="give more data or a smaller seq_length")
-        self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(
-            partial(_open_epoch, source, self._documents, indices)
-        )
+        self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(partial(_open_epoch, source, self._documents))
 
     def __len__(self) -> int:
         return self._length
@@ -83,7 +78,10 @@ class MegatronDocuments:
     """All shards as one low-level dataset, with the interface of megatron-core's IndexedDataset for GPTDataset."""
 
     def __init__(self, source: DatasetSpec) -> None:
-        lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
+        lengths = []
+        for shard in source.manifest.shards:  # without the documents that a split holds out
+            own = Shard.open(shard.prefix).lengths()
+            lengths.append(own[: np.searchsorted(np.cumsum(own, dtype=np.int64), shard.tokens, side="right")])
         self.sequence_lengths = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
         self.path_prefix = source.name
         self._prefixes = [shard.prefix for shard in source.manifest.shards]
@@ -121,9 +119,7 @@ class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     relayrun_opening: str | None = None
 
 
-def _open_epoch(
-    source: DatasetSpec, documents: MegatronDocuments, indices: npt.NDArray[np.int32], epoch: int
-) -> MegatronEpoch:
+def _open_epoch(source: DatasetSpec, documents: MegatronDocuments, epoch: int) -> MegatronEpoch:
     derived = hashlib.sha256(f"{source.seed}/{source.name}/{epoch}".encode()).digest()[:4]
     config = MegatronEpochConfig(
         random_seed=int.from_bytes(derived, "little") if epoch else source.seed % (1 << 32),  # numpy takes 32 bits
@@ -137,5 +133,6 @@ def _open_epoch(
         relayrun_cache=source.cache_dir,
         relayrun_opening=source.opening,
     )
+    indices = np.arange(len(documents.sequence_lengths), dtype=np.int32)
     identity = f"{source.manifest.fingerprint}/{len(indices)}"
     return MegatronEpoch(documents, identity, indices, None, Split.train, config)

@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +55,6 @@ class Permutation:
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = [int.from_bytes(key[at : at + 8], "little") for at in range(0, len(key), 8)]
-        self._numpy_keys = np.array(self._keys, dtype=np.uint64)
 
     def __call__(self, i: int) -> int:
         if not 0 <= i < self.n:
@@ -70,12 +70,13 @@ class Permutation:
         if i.size and not (i.min() >= 0 and i.max() < self.n):
             raise IndexError(f"an index is outside of range({self.n})")
         flat = i.reshape(-1).view(np.uint64)
-        flat[:] = self._forward_many(flat)
+        flat[:] = self._forward(flat)
         while (outside := np.flatnonzero(flat >= self.n)).size:
-            flat[outside] = self._forward_many(flat[outside])
+            flat[outside] = self._forward(flat[outside])
         return i
 
-    def _forward(self, i: int) -> int:
+    def _forward(self, i: Any) -> Any:
+        """Return the image, in 0..ab-1, of an integer or of an array of uint64."""
         left, right = divmod(i, self._b)
         keys = iter(self._keys)
         for key in keys:
@@ -83,24 +84,9 @@ class Permutation:
             right = (right + _mix(left, next(keys))) % self._b
         return left * self._b + right
 
-    def _forward_many(self, i: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        a, b = np.uint64(self._a), np.uint64(self._b)
-        left, right = i // b, i % b
-        keys = iter(self._numpy_keys)
-        for key in keys:
-            left = (left + _mix_many(right, key)) % a
-            right = (right + _mix_many(left, next(keys))) % b
-        return left * b + right
 
-
-def _mix(half: int, key: int) -> int:
+def _mix(half: Any, key: int) -> Any:
     """Return 63 well mixed bits of half and key: with 63 bits, adding a half stays below 2^64 in numpy."""
     x = ((half ^ key) * _MULTIPLIER_1) & _MASK
     x = ((x ^ (x >> 32)) * _MULTIPLIER_2) & _MASK
     return (x ^ (x >> 29)) >> 1
-
-
-def _mix_many(half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    x = (half ^ key) * np.uint64(_MULTIPLIER_1)
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(_MULTIPLIER_2)
-    return (x ^ (x >> np.uint64(29))) >> np.uint64(1)

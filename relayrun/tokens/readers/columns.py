@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pkgutil
+import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def read_column(
     except FileNotFoundError:
         hint = "run `relayrun dumps prepare` again if the dataset has changed"
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, tarfile.TarError) as error:
         hint = "fetch the file again, then run again: what is done is kept"
         raise _content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
 

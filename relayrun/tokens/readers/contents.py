@@ -6,21 +6,24 @@ module knows are faults: unknown bytes are left to the reader. This module does 
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
-from typing import Literal
 
 from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import printable
 
 HEAD_BYTES = 512
+TAR_ARCHIVE = "tar archive"
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
+"""Compressions by the ending of a name; all but xz are names of Arrow's codecs."""
 
 _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
     (name, re.compile(pattern, re.IGNORECASE | re.DOTALL if name == "HTML" else re.DOTALL))
     for name, pattern in (
         ("gzip", rb"\x1f\x8b"),
         ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
-        ("bzip2", rb"BZh[1-9]\x31\x41\x59\x26\x53\x59"),
+        ("bz2", rb"BZh[1-9]\x31\x41\x59\x26\x53\x59"),
         ("xz", rb"\xfd7zXZ\x00"),
         ("lz4", rb"\x04\x22\x4d\x18"),
         ("zip", rb"PK\x03\x04"),
@@ -29,15 +32,34 @@ _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
         ("Git LFS", rb"version https://git-lfs\.github\.com/spec/"),
         ("HTML", rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml[^>]*>\s*<(?:!doctype html|html|error))"),
         ("JSON", rb"(?:\xef\xbb\xbf)?\s*\{\s*[\"}]"),
-        ("tar", rb".{257}ustar"),
+        (TAR_ARCHIVE, rb".{257}ustar"),
+        ("PDF", rb"%PDF-"),
     )
 )
 
 
-def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
+def file_compression(path: str) -> str | None:
     """Return the compression of a text file by its name."""
     name = path.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith((".zst", ".zstd")) else None
+    return "gzip" if name.endswith(".tgz") else COMPRESSIONS.get(os.path.splitext(name)[1])
+
+
+def uncompressed_name(path: str) -> str:
+    """Return a path without the ending of a compression."""
+    name, ending = os.path.splitext(path)
+    return name if ending.lower() in COMPRESSIONS else path
+
+
+def is_text_file(path: str) -> bool:
+    """Return whether a file is one text, by its name."""
+    return uncompressed_name(path).lower().endswith(".txt")
+
+
+def _is_utf8(head: bytes) -> bool:
+    try:
+        return b"\0" not in codecs.getincrementaldecoder("utf-8")().decode(head).encode()
+    except UnicodeDecodeError:
+        return False
 
 
 def content_fault(path: str, head: bytes, expected: str | None) -> InputError | None:
@@ -48,6 +70,8 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
     leave = "or leave it out with --filter-out"
     if not head and expected is not None:
         words, hint = f"cannot be read, it may be torn: 0 bytes are no {expected}", f"fetch the file again, {leave}"
+    elif found is None and expected is None and is_text_file(path) and not _is_utf8(head):
+        words, hint = "its first bytes are no text in UTF-8", f"convert it, as `iconv -f UTF-16 -t UTF-8` does, {leave}"
     elif found is None or found == expected or (expected is None and found == "JSON"):
         return None
     elif found == "Git LFS":
@@ -73,6 +97,10 @@ def is_torn(path: str) -> bool:
             file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD_BYTES))
             tail = file.read().rstrip()
     except OSError:
+        return False
+    if head[257:262] == b"ustar":
+        return tail.strip(b"\0") != b""  # blocks of zeros end it
+    if is_text_file(path):
         return False
     ends = next((ends for begin, ends in _ENDS.items() if head.startswith(begin)), (b"",))
     return tail != b"" and not tail.endswith(ends)

@@ -12,7 +12,7 @@ import contextlib
 import io
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from relayrun.tokens.readers.contents import file_compression
@@ -20,7 +20,13 @@ from relayrun.tokens.readers.contents import file_compression
 _RANGE = re.compile(r"(.+)/bytes=(\d+)-(\d*)", re.DOTALL)
 _BLOCK = 1 << 20
 
-_MEMBER = {"gzip": re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL), "zstd": re.compile(rb"\x28\xb5\x2f\xfd")}
+_MEMBER = {
+    "gzip": re.compile(rb"\x1f\x8b\x08[\x00-\x1f]", re.DOTALL),
+    "zstd": re.compile(rb"\x28\xb5\x2f\xfd"),
+    "bz2": re.compile(rb"BZh[1-9]\x31\x41\x59\x26\x53\x59"),
+    "xz": re.compile(rb"\xfd7zXZ\x00"),
+}
+_LONGEST_HEAD = 10
 
 
 def split_range(path: str) -> tuple[str, int, int | None]:
@@ -94,10 +100,55 @@ def _section(raw: BinaryIO, begin: int, end: int | None) -> Any:
 
 
 def _decompressed(raw: BinaryIO, file: str, begin: int, end: int | None) -> io.BufferedReader:
+    return io.BufferedReader(decompress(_section(raw, begin, end), file_compression(file)), _BLOCK)
+
+
+def decompress(raw: Any, compression: str | None) -> Any:
+    """Return a file of the decompressed bytes of all members. It raises OSError or pa.ArrowException if one is torn."""
     import pyarrow as pa
 
-    section, compression = _section(raw, begin, end), file_compression(file)
-    return io.BufferedReader(pa.CompressedInputStream(section, compression) if compression else section, _BLOCK)
+    if compression == "xz":
+        return _BlockFile(_xz_blocks(raw))
+    # Arrow detects a truncated stream, the zstandard package does not
+    return pa.CompressedInputStream(raw, compression) if compression else raw
+
+
+def _xz_blocks(raw: Any) -> Iterator[bytes]:
+    """Yield the bytes of all streams of xz. lzma.LZMAFile ignores a torn second stream, and all behind padding."""
+    import lzma  # not in every Python
+
+    rest = b""
+    while rest or (rest := raw.read(_BLOCK)):
+        if not (rest := rest.lstrip(b"\0")):  # padding
+            continue
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        while not stream.eof:
+            if stream.needs_input and not (rest := rest or raw.read(_BLOCK)):
+                raise OSError("a stream of xz has no end")
+            try:
+                yield stream.decompress(rest, _BLOCK)
+            except lzma.LZMAError as error:
+                raise OSError(str(error)) from None
+            rest = b""
+        rest = stream.unused_data
+
+
+class _BlockFile(io.RawIOBase):
+    """A file of blocks of bytes."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._left = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left and (block := next(self._blocks, None)) is not None:
+            self._left = memoryview(block)
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
 
 
 def next_member(raw: BinaryIO, file: str, begin: int, until: int | None = None) -> int | None:
@@ -114,7 +165,7 @@ def next_member(raw: BinaryIO, file: str, begin: int, until: int | None = None) 
             with contextlib.suppress(OSError, ValueError):  # Arrow's errors are ValueErrors
                 if _decompressed(raw, file, place + match.start(), None).read(_BLOCK):
                     return place + match.start()
-        kept = min(len(block), 3)  # a head of four bytes may begin in them
+        kept = min(len(block), _LONGEST_HEAD - 1)  # a head may begin in them
         place += len(block) - kept
         block = block[len(block) - kept :]
         raw.seek(place + kept)

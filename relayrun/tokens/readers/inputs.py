@@ -18,9 +18,9 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.files import read_json
 from relayrun.progress import Progress, count
-from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
-from relayrun.tokens.readers.published import listed_splits
+from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, STATE_FILE, listed_splits, why_left_out
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -39,33 +39,27 @@ class FileFormat:
 
 
 _TEXT_READERS = "relayrun.tokens.readers.json_csv"
+_MEMBER_READERS = "relayrun.tokens.readers.text_files"
 _ARROW_READERS = "relayrun.tokens.readers.arrow_files"
 
 
 def _compressed(*endings: str) -> tuple[str, ...]:
-    return tuple(ending + compression for compression in ("", ".gz", ".zst", ".zstd") for ending in endings)
+    return tuple(ending + compression for compression in ("", *COMPRESSIONS) for ending in endings)
 
 
 PARQUET = FileFormat(name="parquet", suffixes=(".parquet", ".pq"), reader=f"{_ARROW_READERS}:read_parquet")
 JSON_LINES = FileFormat(
     name="jsonl",
-    suffixes=_compressed(".jsonl", ".json", ".ndjson", ".jsonlines"),
+    suffixes=_compressed(*JSON_ENDINGS),
     reader=f"{_TEXT_READERS}:read_jsonl",
     by_line=True,
 )
 CSV = FileFormat(name="csv", suffixes=_compressed(".csv", ".tsv"), reader=f"{_TEXT_READERS}:read_csv")
 ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")
-FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
+TEXT = FileFormat(name="txt", suffixes=_compressed(".txt"), reader=f"{_MEMBER_READERS}:read_text")
+TAR = FileFormat(name="tar", suffixes=(*_compressed(".tar"), ".tgz"), reader=f"{_MEMBER_READERS}:read_tar")
+FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW, TEXT, TAR)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
-
-STATE_FILE = "state.json"
-"""Lists the files of a data set that Hugging Face's datasets saved."""
-
-METADATA_FILE_NAMES = (
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
-    *("inventory.jsonl", "dump-sizes.json", "executor.json"),
-)
-"""Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
 
 _MODEL_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "trainer_state.json")
 _MODEL_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".distcp", ".model", "pytorch_model.bin")
@@ -78,12 +72,12 @@ def data_suffixes() -> tuple[str, ...]:
 def data_endings() -> str:
     """Return the endings of data files for a message, the compressed ones in short."""
     plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
-    return f"{', '.join(plain)}; of JSON, CSV and TSV also with .gz, .zst or .zstd"
+    return f"{', '.join(plain)}; all but columns also with {', '.join(COMPRESSIONS)}"
 
 
 def expected_content(path: str) -> str | None:
     """Return the content that a name promises (see `contents`); None for text."""
-    return file_compression(path) or {PARQUET: "parquet", ARROW: "Arrow"}.get(file_format(path))
+    return file_compression(path) or {PARQUET: "parquet", ARROW: "Arrow", TAR: TAR_ARCHIVE}.get(file_format(path))
 
 
 def file_format(path: str) -> FileFormat:
@@ -191,27 +185,8 @@ class Inventory:
 
 
 DEAD_LINK = "link that leads nowhere"
-FILTERED_OUT = "filtered out"
-"""By `filter_out`: such a file says nothing of others."""
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
-
-
-def _why_left_out(
-    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str], filter_out: Sequence[str]
-) -> str | None:
-    """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
-    hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
-    if any(text in path for text in filter_out):
-        return FILTERED_OUT
-    if filter_in and not any(text in path for text in filter_in):
-        return "filters"
-    *folders, name = path.lower().split("/")
-    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
-        return "hidden or temporary"
-    if name in METADATA_FILE_NAMES:
-        return "metadata"
-    return None if name.endswith(suffixes) else "ending not read"
 
 
 def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
@@ -224,7 +199,8 @@ def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftO
     logs = [folder for folder, name in others if name == "executor.json"]
     folders.update(logs, (os.path.join(folder, "stats") for folder in logs))
     found = {path for path, (folder, name) in names.items() if folder in folders and name.lower().endswith(".json")}
-    return found | {by for _, by in listed_splits(place, names.keys(), names).values()}
+    there = {*names, *(file.path for file in left)}  # filtered files, too: their list stays a list
+    return found | {by for _, by in listed_splits(place, there, names).values()}
 
 
 def take_inventory(
@@ -245,7 +221,7 @@ def take_inventory(
     with Progress("finding files", None, "files"):
         for file, why, fault in _list_files(place, names):
             count(1)
-            if by_name := _why_left_out(file.path, suffixes, filter_in, filter_out):
+            if by_name := why_left_out(file.path, suffixes, filter_in, filter_out):
                 why, fault = by_name, None
             elif not (why or file.size or expected_content(file.path)):
                 why = "empty"

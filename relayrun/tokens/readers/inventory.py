@@ -6,12 +6,14 @@ or stale text into training, and names what may stand there twice.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
 import re
+import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +23,20 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
 from relayrun.tokens.readers import published
-from relayrun.tokens.readers.contents import file_compression, is_torn
-from relayrun.tokens.readers.file_ranges import file_of_range
+from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
+from relayrun.tokens.readers.file_ranges import decompress, file_of_range
 from relayrun.tokens.readers.inputs import (
-    FILTERED_OUT,
-    STATE_FILE,
+    TAR,
+    TEXT,
     DataFile,
     Inventory,
     LeftOutFile,
     by_path,
+    file_format,
     saved_rows,
     take_inventory,
 )
-from relayrun.tokens.readers.published import split_of, split_words
+from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
 from relayrun.tokens.stores.urls import printable
@@ -46,13 +49,13 @@ _UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".fi
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
-_SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME = 4096, 3, 8
+_SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
 
 def held_out_split(path: str) -> str | None:
     """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
     *folders, name = path.lower().split("/")
-    words = split_words(os.path.splitext(re.sub(r"\.(gz|zstd?)$", "", name))[0])
+    words = split_words(os.path.splitext(uncompressed_name(name))[0])
     return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
 
 
@@ -94,6 +97,10 @@ def set_faults(
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
     names, and mixed `-of-N` sets. Warns of missing numbers."""
     held_out = () if all_splits else _held_out_sets(folder, inventory, filter_in)
+    texts = [file.path for file in inventory.taken if file_format(file.path) is TEXT]
+    if 0 < len(texts) < len(inventory.taken):
+        words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
+        log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
@@ -107,7 +114,8 @@ def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) 
     splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
     for file in inventory.taken:
         split = held_out_split(file.path)
-        splits[(split, "") if split else listed.get(file.path, (None, ""))].append(file)
+        told = (split, "") if split else listed.get(file.path) or _split_of_members(urls.join_path(folder, file.path))
+        splits[told].append(file)
     chosen = {split_of([word]) for text in filter_in for word in split_words(text)}
     for (split, by), found in splits.items():
         if split is None or split in chosen or len({each for each, _ in splits}) == 1:
@@ -116,6 +124,19 @@ def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) 
         words += f"; {by} says so" if by else ""
         hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
         yield InputError(words, where=folder, hint=hint), "another split", found
+
+
+def _split_of_members(path: str) -> tuple[str | None, str]:
+    """Return the held-out split that the name of a member of a local archive says, and that name; else None. The
+    beginning of the archive is looked at."""
+    if file_format(path) is TAR and not urls.is_url(path):
+        from relayrun.tokens.readers.text_files import open_members  # on demand: Arrow
+
+        with contextlib.suppress(OSError, ValueError, tarfile.TarError, RelayrunError), open(path, "rb") as raw:
+            for name, _ in itertools.islice(open_members(raw, path), _LOOKED_MEMBERS):
+                if split := held_out_split(name):
+                    return split, f"its member {name}"
+    return None, ""
 
 
 def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
@@ -174,11 +195,9 @@ def _text_checksum(path: str) -> str | None:
     try:
         if file_compression(path) is None:
             return file_checksum(path)
-        from relayrun.tokens.readers.json_csv import open_decompressed  # on demand: Arrow
-
-        with open(path, "rb") as raw, open_decompressed(raw, path) as text:
+        with open(path, "rb") as raw, decompress(raw, file_compression(path)) as text:
             return open_file_checksum(text)
-    except (OSError, RelayrunError, ImportError):
+    except (OSError, ValueError, ImportError):
         return None
 
 
@@ -189,7 +208,7 @@ def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     firsts: dict[str | bytes, str] = {}
     sizes = Counter(file.size for file in files)
     for file in files:
-        keys: list[str | bytes] = [file.path.rpartition(".")[0] if file_compression(file.path) else file.path]
+        keys: list[str | bytes] = [uncompressed_name(file.path)]
         if sizes[file.size] > 1 and not urls.is_url(folder):
             keys.insert(0, _sample(os.path.join(folder, file.path), file.size))
         for first in (firsts.setdefault(key, file.path) for key in keys):

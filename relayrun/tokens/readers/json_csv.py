@@ -24,9 +24,9 @@ import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression, uncompressed_name
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.file_ranges import RangeLines, split_range
+from relayrun.tokens.readers.file_ranges import RangeLines, decompress, split_range
 from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
 
@@ -42,7 +42,7 @@ _CUT_PATTERN = re.compile(
 )
 """Positions where the inside of a JSON string may be cut into two."""
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 def read_jsonl(
@@ -54,21 +54,21 @@ def read_jsonl(
     yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults, begun=begin > 0)
 
 
-def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+def open_decompressed(raw: BinaryIO, path: str, expected: str | None = None) -> io.BufferedReader:
     """Return a buffered file of the decompressed bytes of `raw`; the name `path` tells the compression. Raises
-    InputError for a content that is no text (see `contents`), before any line of it is read."""
+    InputError for another content than `expected` (see `contents`; None: text), before any line of it is read."""
     stream: Any = raw
     if (compression := file_compression(path)) is not None:
-        # Arrow detects a truncated stream, the zstandard package does not
-        stream = pa.CompressedInputStream(_checked(raw, path, compression), compression)
-    return _checked(stream, path, None)
+        stream = decompress(_checked(raw, path, compression), compression)
+    return _checked(stream, path, expected)
 
 
 def _checked(stream: Any, path: str, expected: str | None) -> io.BufferedReader:
     """Return the stream, buffered. Raises InputError if its next bytes are not of the content `expected`."""
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
     file = cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
-    if isinstance(file, io.BufferedReader) and (fault := content_fault(path, file.peek(HEAD_BYTES), expected)):
+    head = file.peek(HEAD_BYTES) if isinstance(file, io.BufferedReader) else file.getvalue()
+    if fault := content_fault(path, head[:HEAD_BYTES], expected):
         raise fault
     return file
 
@@ -83,10 +83,10 @@ def _read_texts(
     while line := readline(most):
         number += 1
         if not begun:
-            line = line.removeprefix(_BOM) if number == 1 else line
+            line = line.removeprefix(BOM) if number == 1 else line
             if begun := bool(line) and not line.isspace():
                 _refuse_other_kinds(line, file)
-        if len(line) >= most - len(_BOM) and not line.endswith(b"\n"):
+        if len(line) >= most - len(BOM) and not line.endswith(b"\n"):
             line, taken = _without_long_strings(line, lines, scratch)
         if not line or line.isspace():
             continue
@@ -128,7 +128,7 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
         raise InputError(
             "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
         )
-    of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+    of_json = uncompressed_name(file).lower().endswith(".json")
     if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
         hint = "convert it with `jq -c '.[]'`"
         raise InputError("this file is one JSON array; it must hold a JSON object on every line", where=file, hint=hint)
@@ -145,7 +145,7 @@ def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, 
     except orjson.JSONDecodeError as error:
         exact = False
         try:
-            row = _parse_leniently(line.removeprefix(_BOM))
+            row = _parse_leniently(line.removeprefix(BOM))
         except (ValueError, RecursionError):
             raise BadLine("not JSON", f"this line is not JSON: {error}") from None
     if isinstance(row, dict):

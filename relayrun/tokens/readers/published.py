@@ -16,6 +16,20 @@ from typing import Any
 
 import yaml
 
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonlines")
+STATE_FILE = "state.json"
+"""Lists the files of a data set that Hugging Face's datasets saved."""
+
+METADATA_FILE_NAMES = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE),
+    *("inventory.jsonl", "dump-sizes.json", "executor.json"),
+)
+"""Files that Hugging Face's datasets writes beside its data, datatrove, and `prepare_dumps`; they hold no documents."""
+
+_METADATA_TEXT = re.compile(
+    r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+)\.txt"
+)
+
 _HELD_OUT = {
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
@@ -89,14 +103,14 @@ def _read_list(path: str) -> Any:
 _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 """By the hexadecimal digits."""
 
-_SUMS = re.compile(r"(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?", re.IGNORECASE | re.DOTALL)
+CHECKSUM_LIST = re.compile(r"(?is)(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?")
 
 
 def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
     for path in notes:
         place, name = os.path.split(path)
-        if (of := _SUMS.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
+        if (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
                 if len(digest) in _KINDS and (file := file.lstrip(" *") or of[1]):
@@ -107,3 +121,25 @@ def has_checksum(path: str, digest: str) -> bool:
     """Return whether a file has this checksum; it is read whole. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, _KINDS[len(digest)]).hexdigest() == digest
+
+
+FILTERED_OUT = "filtered out"
+"""By `filter_out`: such a file says nothing of others."""
+ENDING_NOT_READ = "ending not read"
+
+
+def why_left_out(
+    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+) -> str | None:
+    """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
+    hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
+    if any(text in path for text in filter_out):
+        return FILTERED_OUT
+    if filter_in and not any(text in path for text in filter_in):
+        return "filters"
+    *folders, name = path.lower().split("/")
+    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
+        return "hidden or temporary"
+    if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name) or CHECKSUM_LIST.fullmatch(name):
+        return "metadata"
+    return None if name.endswith(suffixes) else ENDING_NOT_READ

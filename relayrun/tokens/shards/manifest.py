@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +36,12 @@ MANIFEST_VERSION = 2
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer_fingerprint", "tokenizer_ids", "vocabulary_size", "eod")
 
 
+def _size_differences(path: str, size: int) -> list[str]:
+    if (now := stat_of(path)) is None:
+        return [f"{path}: missing"]
+    return [f"{path}: {now.st_size} bytes, was {size}"] if now.st_size != size else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """One shard, as found when the manifest was built."""
@@ -50,6 +56,10 @@ class ShardEntry:
     idx_bytes: int
     fingerprint: str
     """SHA-256 of the .idx, hexadecimal."""
+    pass_of: int | None = None
+    """Number of the first shard of the data set that reads the same .bin, in another pass of a mixture."""
+    first_token: int = 0
+    """Where in the .bin a part of a shard begins, in tokens."""
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
@@ -80,18 +90,10 @@ class ShardEntry:
 
     def differences(self) -> list[str]:
         """Describe each missing file and changed size on disk. Shards below URLs are compared when they are opened."""
-        found: list[str] = []
         if "://" in self.prefix:
-            return found
-        for suffix, size in ((".bin", self.bin_bytes), (".idx", self.idx_bytes)):
-            try:
-                now = os.stat(self.prefix + suffix).st_size
-            except (FileNotFoundError, NotADirectoryError):
-                found.append(f"{self.prefix}{suffix}: missing")
-            else:
-                if now != size:
-                    found.append(f"{self.prefix}{suffix}: {now} bytes, was {size}")
-        return found
+            return []
+        sizes = ((".bin", self.bin_bytes), (".idx", self.idx_bytes))
+        return [line for suffix, size in sizes for line in _size_differences(self.prefix + suffix, size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,10 @@ class TextFileEntry:
         read whole, and is unchanged if its content is known and equal. URLs are compared when opened."""
         if "://" in self.path:
             return []
-        now = stat_of(self.path)
-        if now is None:
-            return [f"{self.path}: missing"]
-        if now.st_size != self.size:
-            return [f"{self.path}: {now.st_size} bytes, was {self.size}"]
-        same = self.changed in (0, now.st_mtime_ns) or (self.content and file_checksum(self.path) == self.content)
+        if found := _size_differences(self.path, self.size):
+            return found
+        changed = self.changed not in (0, os.stat(self.path).st_mtime_ns)
+        same = not changed or (self.content and file_checksum(self.path) == self.content)
         return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
 
     def other_time(self) -> str:
@@ -171,9 +171,12 @@ class DatasetManifest:
         """Read the indices of `prefixes`, in order. Raises the errors of `ShardEntry.build` for all of them."""
         shards: list[ShardEntry] = []
         bad: list[RelayrunError] = []
+        firsts: dict[str, int] = {}
         for prefix in prefixes:
             try:
-                shards.append(ShardEntry.build(prefix))
+                shard = ShardEntry.build(prefix)
+                first = firsts.setdefault(os.path.realpath(shard.prefix + ".bin"), len(shards))
+                shards.append(replace(shard, pass_of=None if first == len(shards) else first))
             except InputError as error:
                 bad.append(error)
         if bad:
@@ -252,7 +255,7 @@ class Manifest:
             for sets in (self.datasets, self.validation)
         )
         files = [file for dataset in self.datasets.values() for file in dataset.files]
-        check_held_out(training, validation, files=files, split=together if split else ())
+        check_held_out(training, validation, files=files, split=together if split else (), passes_together=True)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -299,17 +302,20 @@ def check_held_out(
     *,
     files: Iterable[TextFileEntry] = (),
     split: Collection[str] = (),
+    passes_together: bool = False,
 ) -> None:
     """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name. `files`:
-    training data that are read as text. `split`: the training sets of which a share is held out."""
+    training data that are read as text. `split`: the training sets of which a share is held out; `passes_together`: in
+    all passes over a shard of such a set."""
     records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
-    held: dict[str, str] = {}
-    for prefix in (prefix for name in split for prefix in training[name]):
-        record = records.of(prefix)
-        others = ["another part of it"] if record is not None and record.repeats else []
-        others += [held.setdefault(text, prefix) for text in texts[prefix]]
-        if other := next((other for other in others if other != prefix), None):
+    held: dict[str, tuple[str, str, str]] = {}
+    for name, prefix in [(whole, each) for whole in split for each in training[whole]]:
+        record, own = records.of(prefix), (prefix, name, os.path.realpath(prefix + ".bin"))
+        others = [("another part of it", "", "")] if record is not None and record.repeats else []
+        others += [held.setdefault(text, own) for text in texts[prefix]]
+        apart = (each[0] for each in others if each[passes_together:] != own[passes_together:])
+        if other := next(apart, None):
             words = f"data.split would hold out text that is trained on: this text also stands in {other}"
             hint = "take some shards out of the data (before a mixture repeats them), and name their folder in"
             raise InputError(words, where=prefix, hint=f"hold out by path: {hint} data.validation")

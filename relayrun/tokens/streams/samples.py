@@ -164,30 +164,21 @@ class LaneSamples:
 
     def origins(self, i: int) -> list[tuple[int, int, int]]:
         """Return the parts of sample `i`: text of the block, first token in the text, number of tokens."""
-        found: list[tuple[int, int, int]] = []
-        for document, begin, end in self._taken(i):
-            start = int(self._starts[document])
-            found.append((int(self._document_of[document]), begin - start, end - begin))
-        return found
-
-    def _taken(self, i: int) -> list[tuple[int, int, int]]:
-        """Return the parts of a sample: document, and the range of its tokens among all ids."""
         cut = self._shape.cut
+        found: list[tuple[int, int, int]] = []  # document, and the range of its tokens among all ids
         if cut is None:
             begin, end = self._stretch(i)
-            first = int(np.searchsorted(self._ends, begin, side="right"))
-            last = int(np.searchsorted(self._ends, end, side="left"))
-            return [
-                (document, max(begin, int(self._starts[document])), min(end, int(self._ends[document])))
-                for document in range(first, last + 1)
-            ]
-        found, before = [], int(cut.bos is not None)
-        for window, start, stop in self._pieces[i]:
+            first, last = np.searchsorted(self._ends, begin, "right"), np.searchsorted(self._ends, end, "left")
+            documents = np.arange(first, last + 1)
+            begins, ends = np.maximum(begin, self._starts[documents]), np.minimum(end, self._ends[documents])
+            found += zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        for window, start, stop in self._pieces[i] if cut is not None else ():
             document, base, count = self._locate(window)
+            before = int(cut is not None and cut.bos is not None)
             low, high = max(start - before, 0), min(stop - before, count)
             if high > low:
                 found.append((document, base + low, base + high))
-        return found
+        return [(int(self._document_of[n]), begin - int(self._starts[n]), end - begin) for n, begin, end in found]
 
     def _stretch(self, i: int) -> tuple[int, int]:
         """Return the range of inputs of sample `i` among all ids."""
@@ -205,14 +196,7 @@ class LaneSamples:
         cut = self._shape.cut
         assert cut is not None
         _, first, count = self._locate(number)
-        before = int(cut.bos is not None)
-        window = np.empty(count + cut.specials, np.int32)
-        window[before : before + count] = self._ids[first : first + count]
-        if cut.bos is not None:
-            window[0] = cut.bos
-        if cut.eos is not None:
-            window[-1] = cut.eos
-        return window
+        return cut.frame(self._ids[first : first + count])
 
 
 def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
