@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control.chain import budget
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
@@ -309,11 +310,15 @@ def submit_campaign(described: CampaignDescription) -> bool:
 
 def campaign_cost(described: CampaignDescription) -> ChainCost:
     """Return the node hours of all runs together. How fast they are is not looked at."""
-    most, now = 0.0, time.time()
+    most, shared, limit, now = 0.0, 0.0, 0.0, time.time()
     for run in described.runs:
         plan = make_plan(_without_load(run), run.run, places.CODE_ROOT, revision=0)
-        most += chain_cost(run.config, plan, run.run, None, now=now).most
-    return ChainCost(most=most, likely=None, config=described.runs[0].config)
+        own = chain_cost(run.config, plan, run.run, None, now=now).most
+        if budget.has_own_budget(run):
+            most += own
+        else:
+            shared, limit = shared + own, max(limit, budget.max_node_hours(plan))
+    return ChainCost(most=most + min(shared, limit), likely=None, config=described.runs[0].config)
 
 
 @contextmanager
@@ -358,7 +363,7 @@ def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) ->
         words = f"this campaign is {user_name(there.owner)}'s"
         raise RunDirError(words, where=folder, hint=f"give this config another name. {TAKE_OVER_HINT}")
     word = "sweep" if whole.kind == "sweep" else "plan of stages"
-    if there != whole:
+    if replace(there, budget={}) != whole:
         hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"
         raise ConfigError(f"another {word} of this name is there", where=folder, hint=hint)
     for run in described.runs:

@@ -6,18 +6,21 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
 from relayrun.cli.run.submit import YES_WORDS, check_plan
 from relayrun.config.compose import campaign as config
-from relayrun.config.compose import resolve
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.config.sections.chain import ChainSection
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain import jobs
+from relayrun.control.chain.budget import SHARED_SETTINGS
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.control.rundir.find_runs import find_campaign
@@ -25,7 +28,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.control.scheduler.local import print_event
-from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.errors import InputError, RelayrunError, RunDirError, SchedulerError, user_name
 from relayrun.leftovers import folder_lock
 from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
@@ -57,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         if name == "status":
             act.add_argument("--json", action="store_true")
+        if name == "resume":
+            add_set_option(act, "change the budget of all runs together: --set chain.max_node_hours=480")
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -201,6 +206,8 @@ def resume(options: argparse.Namespace) -> int:
     whole = Campaign.load(folder)
     if whole.owner != os.geteuid():
         raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
+    if options.overrides:
+        _change_budget(folder, whole, options.overrides)
     campaign.campaign_stop_path(folder).unlink(missing_ok=True)
     for member in whole.members:  # on request, try what Slurm refused at once
         campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
@@ -209,3 +216,22 @@ def resume(options: argparse.Namespace) -> int:
         if entry.state in ("stopped", "failed"):
             print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
     return code
+
+
+def _change_budget(folder: Path, whole: Campaign, overrides: Sequence[str]) -> None:
+    """Record limits for all runs together; those that run obey them within a minute. Raises RelayrunError."""
+    changed = dict(whole.budget)
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name not in (names := [f"chain.{each}" for each in SHARED_SETTINGS]):
+            hint = f"{', '.join(names)} are those of all runs; `relayrun resume RUN --set` changes one run"
+            raise InputError(f"{name} is no setting of a budget", where="--set", hint=hint)
+        changed[name.removeprefix("chain.")] = yaml_file.parse_yaml_value(value)
+    try:
+        read_section(ChainSection, changed, "chain")
+    except ValueError as error:
+        raise InputError(str(error), where="--set") from None
+    with folder_lock(folder) as mine:
+        if not mine:
+            raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
+        replace(whole, budget=changed).save(folder)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.config.sections.batch_systems import batch_system
-from relayrun.control.chain import jobs
+from relayrun.control.chain import budget, jobs
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import campaign, checkpoint_records
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
@@ -159,7 +159,21 @@ _JudgedMembers = list[tuple[CampaignMember, Readiness]]
 
 
 def _judged(folder: Path, whole: Campaign, members: Sequence[CampaignMember]) -> _JudgedMembers:
-    return [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
+    judged = [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
+    sharing = {m.name: m for m, ready in judged if ready.base is not None and not budget.has_own_budget(m)}
+    if not (over := next(map(_budget_over, sharing.values()), "")):
+        return judged
+    stopped = Readiness(why=over, stuck=True)
+    return [(member, stopped if member.name in sharing else ready) for member, ready in judged]
+
+
+def _budget_over(member: CampaignMember) -> str:
+    """Return why the budget of the campaign lets no further member begin; empty if it does."""
+    with contextlib.suppress(*_UNREADABLE):  # its start says what is wrong
+        plan = Plan.load(member.run)
+        end = budget.budget_end(member.run, plan, nodes=plan.nodes_of_job, start=time.time())
+        return budget.why_over(member.run, plan, end, plan.min_grace_period)
+    return ""
 
 
 def _stuck(judged: _JudgedMembers) -> dict[str, str]:
