@@ -448,4 +448,4 @@ def test_a_wrong_option_is_told_with_every_command(capsys: pytest.CaptureFixture
         told = capsys.readouterr().err
         assert "bogus" in told
         assert "usage: relayrun [-h] [--version] COMMAND" in told
-    assert cli.parse(["status", "--json", "RUN"]).name == "RUN"
+    assert cli.parse(["status", "--json", "RUN"]).names == ["RUN"]

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError
 from relayrun.files import write_atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun metrics`."""
-    parser.add_argument("names", nargs="*", metavar="RUN|FOLDER", help="runs, or folders of runs; default: all runs")
+    parser.add_argument(
+        "names", nargs="*", metavar="RUN|FOLDER", help="runs, projects, or folders of runs; default: all runs"
+    )
     to = parser.add_mutually_exclusive_group()
     words = "replace this file with the metrics, for the textfile collector of node_exporter"
     to.add_argument("--output", type=Path, metavar="FILE.prom", help=words)
@@ -46,16 +48,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _runs(names: list[str]) -> list[Run]:
-    """Return the runs of these names and, if their chains did not end long ago, those below these folders."""
-    found = [] if names else find_runs.without_old_runs(find_runs.all_run_folders(), now=time.time())
-    for name in names:
-        try:
-            found.append(find_runs.find_run(name))
-        except RunDirError:
-            if not Path(name).is_dir() or not (below := list(find_runs.find_runs_below(Path(name), depth=2))):
-                raise
-            found += find_runs.without_old_runs(below, now=time.time())
-    return found
+    now = time.time()
+    if names:
+        return find_runs.find_runs_of(names, now=now)
+    return find_runs.without_old_runs(find_runs.all_run_folders(), now=now)
 
 
 def read_key(path: Path) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from relayrun import places
@@ -32,7 +33,8 @@ REFUSAL_LINES = 50
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun status`."""
-    parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
+    words = "run directory, or project/name below logs/runs; several, projects, or folders of runs: by user"
+    parser.add_argument("names", nargs="*", metavar="RUN|PROJECT", help=words)
     parser.add_argument("--json", action="store_true")
     words = "look again and again, until Ctrl-C or, of one RUN, the end of its chain"
     words += "; a line for each change where there is no terminal"
@@ -44,20 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the state of one run or of all runs. Raises RelayrunError."""
+    """Print the state of one run, of all runs, or of the runs of several people. Raises RelayrunError."""
+    name = options.names[0] if options.names else None
     if options.follow:
-        if options.json:
-            raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
-        return follow(options.name, max(options.interval, 0.2))
+        if options.json or len(options.names) > 1:
+            raise InputError("-f goes with one RUN, and not with --json", hint="call it as often as you need it")
+        return follow(name, max(options.interval, 0.2))
     now = time.time()
-    if options.name is not None:
+    if name is not None:
         from relayrun.watch.status import run_status, run_status_text
 
         try:
-            run = find_runs.find_run(options.name)
-        except RunDirError:  # perhaps since its first job was refused
-            print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
-            raise
+            run = find_runs.find_run(name) if len(options.names) == 1 else None
+        except RunDirError:  # a project or a folder of runs; or since its first job was refused
+            if not Path(name).is_dir() or Path(name, "plan.json").exists():
+                print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
+                raise
+            run = None
+        if run is None:
+            return _show_team(options, now=now)
         stuck = _stuck_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
@@ -83,6 +90,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"no runs below {find_runs.runs_folder()}")
     _print_lines(stuck, options)
+    return 0
+
+
+def _show_team(options: argparse.Namespace, *, now: float) -> int:
+    from relayrun.watch.status import team
+
+    runs = find_runs.find_runs_of(options.names, now=now)
+    found = team.read_team_runs(runs, now=now)
+    if options.json:
+        print(json_text([asdict(each) for each in found]))
+    else:
+        team.print_team(found)
+    _print_lines(_stuck_stages(runs), options)
     return 0
 
 

@@ -114,19 +114,24 @@ def _use_of(member: CampaignMember, now: float) -> Iterator[tuple[Plan, float, i
     try:
         if run.newest_begun() is not None:
             plan = Plan.load(run)
-            spans = list(_spans(run, plan, now, None))
+            spans = list(_spans(run, plan, now))
             yield plan, sum(seconds * nodes for seconds, nodes, _ in spans), sum(held for *_, held in spans)
     except (RunDirError, OSError, TypeError, ValueError) as error:
         log_line(f"what {member.name} has used of the budget is not known: {error}")
 
 
-def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None = None) -> float:
-    """Return the seconds of all nodes that the run's attempts have had. An end that is not recorded counts as the next
-    job's start or, for the newest attempt, as `until`. `before`: only attempts with a smaller number count."""
-    return sum(seconds * nodes for seconds, nodes, _ in _spans(run, plan, until, before))
+def used_node_seconds(
+    run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = -math.inf
+) -> float:
+    """Return the seconds of all nodes that the run's attempts have had after `since`. An end that is not recorded
+    counts as the next job's start or, for the newest attempt, as `until`. `before`: only attempts with a smaller number
+    count."""
+    return sum(seconds * nodes for seconds, nodes, _ in _spans(run, plan, until, before, since))
 
 
-def _spans(run: Run, plan: Plan, until: float, before: int | None) -> Iterator[tuple[float, int, int]]:
+def _spans(
+    run: Run, plan: Plan, until: float, before: int | None = None, since: float = -math.inf
+) -> Iterator[tuple[float, int, int]]:
     """Yield seconds and nodes of each attempt, newest first, and the nodes that it still has."""
     now = until
     for number in reversed(run.attempt_numbers()):
@@ -137,8 +142,10 @@ def _spans(run: Run, plan: Plan, until: float, before: int | None) -> Iterator[t
         start = begin.start_time if begin.job_start_time is None else begin.job_start_time
         end, limit = attempt.read_end(), attempt.job_end_time(begin)
         over = min([until, *([] if end is None else [end.end_time]), *([] if limit is None else [limit])])
+        if over < since:
+            break
         nodes = int(begin.options.get("nodes", plan.nodes_of_job))
-        yield max(0.0, over - start), nodes, nodes if end is None and over == now else 0
+        yield max(0.0, over - max(start, since)), nodes, nodes if end is None and over == now else 0
         until = start if begin.previous_job_end is None else begin.previous_job_end
 
 

@@ -148,6 +148,21 @@ def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
         level = sorted(below) if left else []
 
 
+def find_runs_of(names: Iterable[str], *, now: float) -> list[Run]:
+    """Return the runs with these names and, without those whose chains ended long ago, the runs of these project
+    folders or below these folders. Raises RunDirError if a name has none."""
+    found = []
+    for name in names:
+        try:
+            found.append(find_run(name))
+        except RunDirError:
+            folder = below if (below := Path(name, "logs/runs")).is_dir() else Path(name)
+            if not folder.is_dir() or not (runs := list(find_runs_below(folder, depth=2))):
+                raise
+            found += without_old_runs(runs, now=now)
+    return found
+
+
 def _is_dir(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder or a link to a folder; a circular link is neither."""
     try:

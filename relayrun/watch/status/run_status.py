@@ -61,8 +61,6 @@ class RunStatus(RunSummary):
     scheduler_error: str | None
     changed_options: list[str]
     """Options of sbatch that a person changed in a waiting job, each as a sentence; the next jobs request them too."""
-    pending: dict[str, str]
-    """Pending reasons of the scheduler by job id."""
     last_job: JobEnd | None
     """End of the newest job, if no job runs and the scheduler remembers it."""
     go_on: str | None
@@ -167,7 +165,6 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         changed_options=requested_options.describe_changes(run),
-        pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         go_on="; ".join(mend) or None,
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
