@@ -310,15 +310,12 @@ def submit_campaign(described: CampaignDescription) -> bool:
 
 def campaign_cost(described: CampaignDescription) -> ChainCost:
     """Return the node hours of all runs together. How fast they are is not looked at."""
-    most, shared, limit, now = 0.0, 0.0, 0.0, time.time()
+    most, limit, now = 0.0, 0.0, time.time()
     for run in described.runs:
         plan = make_plan(_without_load(run), run.run, places.CODE_ROOT, revision=0)
-        own = chain_cost(run.config, plan, run.run, None, now=now).most
-        if budget.has_own_budget(run):
-            most += own
-        else:
-            shared, limit = shared + own, max(limit, budget.max_node_hours(plan))
-    return ChainCost(most=most + min(shared, limit), likely=None, config=described.runs[0].config)
+        most += chain_cost(run.config, plan, run.run, None, now=now).most
+        limit = max(limit, budget.max_node_hours(plan))
+    return ChainCost(most=min(most, limit), likely=None, config=described.runs[0].config)
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def test_it_says_who_runs_what_and_what_is_blocked_and_why(
 ) -> None:
     me, other = user_name(os.geteuid()), user_name(os.geteuid() + 1)
     assert main(["status", *map(str, projects), "--json"]) == 0
-    found = {each["run"].rpartition("/")[2]: each for each in json.loads(capsys.readouterr().out)}
-    assert {name: (each["user"], each["state"]) for name, each in found.items()} == {
+    found = {Path(each["path"]).name: each for each in json.loads(capsys.readouterr().out)}
+    assert {name: (each["user"], each.get("state", "damaged")) for name, each in found.items()} == {
         "trains": (me, "running"),
         "waits": (me, "queued"),
         "blocked": (other, "blocked"),
@@ -83,8 +83,8 @@ def test_it_says_who_runs_what_and_what_is_blocked_and_why(
     assert found["trains"]["week_node_hours"] == pytest.approx(2 * 2 * 2, abs=0.01)  # of two jobs of four
     assert found["blocked"]["week_node_hours"] == pytest.approx(4 * (1 + 2), abs=0.01)  # one hour before the week
     assert (found["ended"]["week_node_hours"], found["damaged"]["week_node_hours"]) == (0, None)
-    assert found["waits"]["why"] == "Priority"
-    assert "never starts unless a person changes something: AssocMaxNodePerJobLimit" in found["blocked"]["why"]
+    assert found["waits"]["pending"] == {"waits": "Priority"}
+    assert "never starts unless a person changes something: AssocMaxNodePerJobLimit" in found["blocked"]["broken"]
     assert main(["status", *map(str, projects)]) == 0
     shown = capsys.readouterr().out
     assert "models/ended" not in shown
@@ -117,6 +117,6 @@ def test_what_others_wrote_into_their_records_hides_no_other_run(
         run.attempt(number).begin.write_text(json.dumps(text | {"options": options, "start_time": 1e400}))
     shutil.rmtree(theirs / "logs/runs/models/ended/attempts")
     assert main(["status", *map(str, projects), "--json"]) == 0
-    found = {each["run"].rpartition("/")[2]: each for each in json.loads(capsys.readouterr().out)}
+    found = {Path(each["path"]).name: each for each in json.loads(capsys.readouterr().out)}
     assert found["trains"]["state"] == "running"
     assert found.keys() >= {"trains", "ended", "damaged"}

@@ -10,7 +10,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from relayrun import places
@@ -99,7 +98,7 @@ def _show_team(options: argparse.Namespace, *, now: float) -> int:
     runs = find_runs.find_runs_of(options.names, now=now)
     found = team.read_team_runs(runs, now=now)
     if options.json:
-        print(json_text([asdict(each) for each in found]))
+        print(json_text(team.team_as_json(found)))
     else:
         team.print_team(found)
     _print_lines(_stuck_stages(runs), options)

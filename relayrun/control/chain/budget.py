@@ -26,7 +26,7 @@ from relayrun.control.rundir.time_limit import NO_TRAINING_SHARE, start_seconds
 from relayrun.errors import RunDirError
 
 SHARED_SETTINGS = ("max_node_hours", "max_gpu_hours", "deadline")
-"""Settings of `chain` that hold for all runs of a campaign together, except a run that sets one for itself."""
+"""Settings of `chain` that hold for all runs of a campaign together."""
 SECONDS_PER_HOUR = 3600.0
 USEFUL_SECONDS = 60.0
 """Seconds of training for which a job is worth its start; less for a short time limit."""
@@ -89,16 +89,11 @@ def max_node_hours(plan: Plan) -> float:
     return min((most / each for most, each in limits if most is not None and each), default=math.inf)
 
 
-def has_own_budget(member: CampaignMember) -> bool:
-    """Return whether a run of a campaign sets a budget for itself alone."""
-    return any(f"chain.{name}" in member.settings for name in SHARED_SETTINGS)
-
-
 def _shared_limits(run: Run, plan: Plan) -> tuple[dict[str, Any], Path | None, list[CampaignMember]]:
     """Return the limits that hold for a run, the campaign that shares them, and its other runs."""
     limits = {name: getattr(plan.chain, name) for name in SHARED_SETTINGS}
     found = own_campaign(run, owner=plan.owner)
-    if found is None or has_own_budget(found[2]):
+    if found is None:
         return limits, None, []
     folder, whole, own = found
     return limits | whole.budget, folder, [member for member in whole.members if member != own]

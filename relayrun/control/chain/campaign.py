@@ -160,11 +160,10 @@ _JudgedMembers = list[tuple[CampaignMember, Readiness]]
 
 def _judged(folder: Path, whole: Campaign, members: Sequence[CampaignMember]) -> _JudgedMembers:
     judged = [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
-    sharing = {m.name: m for m, ready in judged if ready.base is not None and not budget.has_own_budget(m)}
-    if not (over := next(map(_budget_over, sharing.values()), "")):
-        return judged
-    stopped = Readiness(why=over, stuck=True)
-    return [(member, stopped if member.name in sharing else ready) for member, ready in judged]
+    able = (member for member, ready in judged if ready.base is not None)
+    if over := next(map(_budget_over, able), ""):
+        return [(m, ready if ready.base is None else Readiness(why=over, stuck=True)) for m, ready in judged]
+    return judged
 
 
 def _budget_over(member: CampaignMember) -> str:
