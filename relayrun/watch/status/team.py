@@ -5,6 +5,7 @@ Whose a run is says the user id of its directory. Records of other users are dat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,15 +30,11 @@ def read_team_runs(runs: Sequence[Run], *, now: float) -> list[OwnedRun]:
     """Return the runs by owner, and of each owner by their node hours, the largest first. `now`: seconds since 1970."""
     found: list[OwnedRun] = []
     for each in RunsWatcher().summaries(runs, now=now):
-        run, hours = Run(Path(each.path)), None
-        try:
+        run, user, hours = Run(Path(each.path)), "?", None
+        with contextlib.suppress(RunDirError, OSError, AttributeError, TypeError, ValueError):  # others wrote it
             user = user_name(run.path.stat().st_uid)
             used = used_node_seconds(run, Plan.load(run), until=now, since=now - WEEK_SECONDS)
             hours = used / SECONDS_PER_HOUR
-        except OSError:  # removed meanwhile, or nobody else may look
-            continue
-        except (RunDirError, AttributeError, TypeError, ValueError):  # what others wrote into their records
-            pass
         found.append((user, hours, each))
     return sorted(found, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
 
@@ -50,10 +47,8 @@ def team_as_json(found: Sequence[OwnedRun]) -> list[dict[str, Any]]:
 def print_team(found: Sequence[OwnedRun]) -> None:
     """Print a table of the runs that have not ended or had nodes in the last seven days, and the sums by user."""
     shown = [entry for entry in found if entry[1] or isinstance(entry[2], DamagedRun) or entry[2].stop is None]
-    rows = [
-        [user, *run_cells(each)[:2], format_optional(hours, ",.1f"), *run_cells(each)[2:]]
-        for user, hours, each in shown
-    ]
+    cells = [(user, format_optional(hours, ",.1f"), run_cells(each)) for user, hours, each in shown]
+    rows = [[user, *own[:2], hours, *own[2:]] for user, hours, own in cells]
     print_rows(["user", *RUN_COLUMNS[:2], "node hours, 7 days|n", *RUN_COLUMNS[2:]], rows)
     if left_out := len(found) - len(shown):
         print(f"{left_out} more runs have ended, and had no nodes in the last 7 days")
