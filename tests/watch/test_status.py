@@ -449,3 +449,35 @@ def test_a_wrong_option_is_told_with_every_command(capsys: pytest.CaptureFixture
         assert "bogus" in told
         assert "usage: relayrun [-h] [--version] COMMAND" in told
     assert cli.parse(["status", "--json", "RUN"]).names == ["RUN"]
+
+
+def test_the_budget_and_what_the_run_needs_of_it(
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    run, plan = make_run(total_steps=300, nodes=2, max_node_hours=10.0)
+    now = time.time()
+    begin(run, 1, start=now - 5400)
+    commit(run, 1, 100, age=NOW - now + 3600)
+    end = AttemptEnd.of(
+        {"attempt": 1, "cause": "saved", "reason": "", "exit_code": 0, "end_time": now - 1800, "durable_iteration": 100}
+        | {"progress": True, "action": "continue"}
+    )
+    end.write(run.attempt(1).end)
+    status = run_status.read_run_status(run, QueueStatus(), now=now, plan=plan)
+    assert (status.budget.setting, status.budget.left) == ("max_node_hours", pytest.approx(8))
+    (line,) = [
+        line for line in run_status_text.run_status_table(status, now=now).splitlines() if line.startswith("budget")
+    ]
+    words = "2.00 of chain.max_node_hours 10 are used; 8.00 node hours are left, and the run needs about 4.00"
+    assert line.split(maxsplit=1)[1] == words
+    running = run_status.read_run_status(run, RUNNING, now=now, plan=plan)
+    assert "; over at " in run_status_text.run_status_table(running, now=now)
+    assert main_json(running)["budget"]["time"] == pytest.approx(now + 4 * 3600)
+    without = run_status.read_run_status(run, RUNNING, now=now, plan=plan_with(plan, max_node_hours=None))
+    assert main_json(without)["budget"]["time"] is None
+    assert "\nbudget" not in run_status_text.run_status_table(without, now=now)
+
+
+def main_json(status: RunStatus) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = json.loads(json_text(run_status_text.run_status_as_json(status)))
+    return found

@@ -44,8 +44,8 @@ class BudgetEnd:
     """The setting with its value and, for hours, the part that is used."""
     left: float = math.inf
     """Node hours until then; infinity for a deadline."""
-    campaign: Path | None = None
-    """The directory of the campaign whose runs share the budget; None: the run has it for itself."""
+    campaign: str = ""
+    """The directory of the campaign whose runs share the budget; empty: the run has it for itself."""
 
     def cap(self, end: float | None, why: str) -> tuple[float | None, str]:
         """Return the end of a job and what ends it, as `Scheduler.job_end` does: at the latest that of the budget."""
@@ -69,7 +69,7 @@ def budget_end(run: Run, plan: Plan, *, nodes: int, start: float, before: int | 
         pace = nodes * each + sum(n * _per_node(name, other) for other, _, n in beside)
         left = most * SECONDS_PER_HOUR - spent
         words = f"{spent / SECONDS_PER_HOUR:,.2f} of chain.{name} {most:g} are used"
-        words += f" by all runs of {folder.name} together" if folder is not None else ""
+        words += f" by all runs of {Path(folder).name} together" if folder else ""
         hours = left / each / SECONDS_PER_HOUR
         ends.append(BudgetEnd(time=now + left / pace, setting=name, words=words, left=hours, campaign=folder))
     if limits["deadline"] is not None:
@@ -89,14 +89,14 @@ def max_node_hours(plan: Plan) -> float:
     return min((most / each for most, each in limits if most is not None and each), default=math.inf)
 
 
-def _shared_limits(run: Run, plan: Plan) -> tuple[dict[str, Any], Path | None, list[CampaignMember]]:
+def _shared_limits(run: Run, plan: Plan) -> tuple[dict[str, Any], str, list[CampaignMember]]:
     """Return the limits that hold for a run, the campaign that shares them, and its other runs."""
     limits = {name: getattr(plan.chain, name) for name in SHARED_SETTINGS}
     found = own_campaign(run, owner=plan.owner)
     if found is None:
-        return limits, None, []
+        return limits, "", []
     folder, whole, own = found
-    return limits | whole.budget, folder, [member for member in whole.members if member != own]
+    return limits | whole.budget, str(folder), [member for member in whole.members if member != own]
 
 
 _same_run = functools.lru_cache(maxsize=512)(Run)
@@ -154,7 +154,7 @@ def why_over(run: Run, plan: Plan, end: BudgetEnd, grace_period: float) -> str:
     left = end.time - time.time()
     if left > needed:
         return ""
-    words = ["resume", str(run.path)] if end.campaign is None else ["sweep", "resume", str(end.campaign)]
+    words = ["resume", str(run.path)] if not end.campaign else ["sweep", "resume", end.campaign]
     command = shlex.join(["relayrun", *words, "--set", f"chain.{end.setting}="])
     rest = f"{max(0.0, left):.0f} s are left, and a job needs {needed:.0f} s"
     return f"the budget is over: {end.words}; {rest}; to go on: {command}..."

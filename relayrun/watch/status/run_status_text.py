@@ -55,6 +55,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("time limit", limit),
         ("iteration", step),
         ("left", _remaining(status)),
+        ("budget", _budget(status)),
         ("loss", format_optional(status.loss, ".4f")),
         ("tokens/s", format_optional(status.tokens_per_second, ",.0f")),
         ("saved", _durable(status)),
@@ -194,6 +195,18 @@ def _remaining(status: RunStatus) -> str:
         text += f"; done at {format_time(left.earliest_end)} if no job waits"
     if left.queue_seconds is not None:
         text += f"; the last jobs waited {format_seconds(left.queue_seconds)} each, which is not in it"
+    return text
+
+
+def _budget(status: RunStatus) -> str:
+    end, left = status.budget, status.remaining
+    text = end.words
+    if math.isfinite(end.left):
+        text += f"; {end.left:,.2f} node hours are left"
+        if left is not None and left.iterations:
+            text += f", and the run needs about {left.node_hours:,.2f}"
+    if status.state == "running" and end.setting:
+        text += f"; over at {format_time(end.time)}"
     return text
 
 
