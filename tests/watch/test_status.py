@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -168,7 +168,7 @@ def test_connections_that_were_refused_are_a_field_and_a_line(run: Run) -> None:
     refused.write(run.attempt(2).refused_connections)
     found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert refused.told in text_of(found)
-    value = json.loads(json_text(run_status_text.run_status_as_json(found)))
+    value = json.loads(json_text(asdict(found)))
     assert value["refused_connections"]["count"] == 3
     assert value["refused_connections"]["address"] == "10.6.6.6"
 
@@ -240,7 +240,7 @@ def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(json_text(asdict(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11
@@ -479,5 +479,5 @@ def test_the_budget_and_what_the_run_needs_of_it(
 
 
 def main_json(status: RunStatus) -> dict[str, dict[str, float | None]]:
-    found: dict[str, dict[str, float | None]] = json.loads(json_text(run_status_text.run_status_as_json(status)))
+    found: dict[str, dict[str, float | None]] = json.loads(json_text(asdict(status)))
     return found

@@ -37,21 +37,18 @@ def run(options: argparse.Namespace) -> int:
 
     if (options.key_file is None) != (options.serve is None):
         raise InputError("--serve and --key-file go together", hint="give both")
-    text = prometheus.metrics_text(_runs(options.names))
+
+    def runs() -> list[Run]:
+        return find_runs.find_runs_of(options.names, now=time.time())
+
+    text = prometheus.metrics_text(runs())
     if options.serve is not None:
-        prometheus.serve(options.serve, read_key(options.key_file), lambda: _runs(options.names))
+        prometheus.serve(options.serve, read_key(options.key_file), runs)
     elif options.output is not None:
         write_atomic(options.output, text, mode=0o644, durable=False)
     else:
         sys.stdout.write(text.decode())
     return 0
-
-
-def _runs(names: list[str]) -> list[Run]:
-    now = time.time()
-    if names:
-        return find_runs.find_runs_of(names, now=now)
-    return find_runs.without_old_runs(find_runs.all_run_folders(), now=now)
 
 
 def read_key(path: Path) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from relayrun import places
@@ -55,19 +56,17 @@ def run(options: argparse.Namespace) -> int:
     if name is not None:
         from relayrun.watch.status import run_status, run_status_text
 
-        try:
-            run = find_runs.find_run(name) if len(options.names) == 1 else None
-        except RunDirError:  # a project or a folder of runs; or since its first job was refused
-            if not Path(name).is_dir() or Path(name, "plan.json").exists():
-                print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
-                raise
-            run = None
-        if run is None:
+        if len(options.names) > 1 or (Path(name).is_dir() and not Path(name, "plan.json").exists()):
             return _show_team(options, now=now)
+        try:
+            run = find_runs.find_run(name)
+        except RunDirError:  # perhaps since its first job was refused
+            print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
+            raise
         stuck = _stuck_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
-            print(json_text(run_status_text.run_status_as_json(facts)))
+            print(json_text(asdict(facts)))
         else:
             print(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
@@ -75,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
     runs = find_runs.all_run_folders()
     stuck = [*_stuck_stages(runs), *_refused_starts(now), *_full_disk(find_runs.runs_folder())]
     if options.json:
-        from relayrun.watch.status import run_status_text
-
-        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
+        print(json_text([asdict(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif runs:
         shown = runs if options.all else find_runs.without_old_runs(runs, now=now)
         found = RunsWatcher().summaries(shown, now=now)
@@ -98,7 +95,7 @@ def _show_team(options: argparse.Namespace, *, now: float) -> int:
     runs = find_runs.find_runs_of(options.names, now=now)
     found = team.read_team_runs(runs, now=now)
     if options.json:
-        print(json_text(team.team_as_json(found)))
+        print(json_text([{"user": user, "week_node_hours": hours, **asdict(each)} for user, hours, each in found]))
     else:
         team.print_team(found)
     _print_lines(_stuck_stages(runs), options)

@@ -13,7 +13,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class BudgetEnd:
     words: str
     """The setting with its value and, for hours, the part that is used."""
     left: float = math.inf
-    """Node hours until then; infinity for a deadline."""
+    """Node hours that the limits in hours leave; infinity without one."""
     campaign: str = ""
     """The directory of the campaign whose runs share the budget; empty: the run has it for itself."""
 
@@ -67,26 +67,20 @@ def budget_end(run: Run, plan: Plan, *, nodes: int, start: float, before: int | 
         each = _per_node(name, plan)
         spent = (used + (now - start) * nodes) * each + sum(s * _per_node(name, other) for other, s, _ in beside)
         pace = nodes * each + sum(n * _per_node(name, other) for other, _, n in beside)
-        left = most * SECONDS_PER_HOUR - spent
+        left = most - spent / SECONDS_PER_HOUR
         words = f"{spent / SECONDS_PER_HOUR:,.2f} of chain.{name} {most:g} are used"
         words += f" by all runs of {Path(folder).name} together" if folder else ""
-        hours = left / each / SECONDS_PER_HOUR
-        ends.append(BudgetEnd(time=now + left / pace, setting=name, words=words, left=hours, campaign=folder))
+        end = now + left * SECONDS_PER_HOUR / pace
+        ends.append(BudgetEnd(time=end, setting=name, words=words, left=left / each, campaign=folder))
     if limits["deadline"] is not None:
         deadline, words = datetime.fromisoformat(limits["deadline"]), f"chain.deadline is {limits['deadline']}"
         ends.append(BudgetEnd(time=deadline.timestamp(), setting="deadline", words=words, campaign=folder))
-    return min(ends, key=lambda end: end.time)
+    return replace(min(ends, key=lambda end: end.time), left=min(end.left for end in ends))
 
 
 def _per_node(setting: str, plan: Plan) -> int:
     """Return how much of a limit in hours a node uses in an hour; 0 for a deadline."""
     return {"max_node_hours": 1, "max_gpu_hours": plan.gpus_per_node}.get(setting, 0)
-
-
-def max_node_hours(plan: Plan) -> float:
-    """Return the node hours that the plan's limits in hours allow; infinity without one."""
-    limits = [(getattr(plan.chain, name), _per_node(name, plan)) for name in SHARED_SETTINGS]
-    return min((most / each for most, each in limits if most is not None and each), default=math.inf)
 
 
 def _shared_limits(run: Run, plan: Plan) -> tuple[dict[str, Any], str, list[CampaignMember]]:
@@ -109,24 +103,20 @@ def _use_of(member: CampaignMember, now: float) -> Iterator[tuple[Plan, float, i
     try:
         if run.newest_begun() is not None:
             plan = Plan.load(run)
-            spans = list(_spans(run, plan, now))
+            spans = list(_spans(run, plan, now, None, 0.0))
             yield plan, sum(seconds * nodes for seconds, nodes, _ in spans), sum(held for *_, held in spans)
     except (RunDirError, OSError, TypeError, ValueError) as error:
         log_line(f"what {member.name} has used of the budget is not known: {error}")
 
 
-def used_node_seconds(
-    run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = -math.inf
-) -> float:
+def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = 0.0) -> float:
     """Return the seconds of all nodes that the run's attempts have had after `since`. An end that is not recorded
     counts as the next job's start or, for the newest attempt, as `until`. `before`: only attempts with a smaller number
     count."""
     return sum(seconds * nodes for seconds, nodes, _ in _spans(run, plan, until, before, since))
 
 
-def _spans(
-    run: Run, plan: Plan, until: float, before: int | None = None, since: float = -math.inf
-) -> Iterator[tuple[float, int, int]]:
+def _spans(run: Run, plan: Plan, until: float, before: int | None, since: float) -> Iterator[tuple[float, int, int]]:
     """Yield seconds and nodes of each attempt, newest first, and the nodes that it still has."""
     now = until
     for number in reversed(run.attempt_numbers()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from relayrun import places
@@ -148,10 +148,10 @@ def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
         level = sorted(below) if left else []
 
 
-def find_runs_of(names: Iterable[str], *, now: float) -> list[Run]:
+def find_runs_of(names: Sequence[str], *, now: float) -> list[Run]:
     """Return the runs with these names and, without those whose chains ended long ago, the runs of these project
-    folders or below these folders. Raises RunDirError if a name has none."""
-    found = []
+    folders or below these folders; without names, of this project. Raises RunDirError if a name has none."""
+    found = [] if names else without_old_runs(all_run_folders(), now=now)
     for name in names:
         try:
             found.append(find_run(name))

@@ -26,7 +26,7 @@ def run_cells(entry: RunSummary | DamagedRun) -> list[str]:
         entry.run,
         entry.state,
         str(entry.attempt or ""),
-        f"{entry.iteration}/{entry.total_steps or '?'}",
+        f"{max(entry.iteration, entry.durable_iteration or 0)}/{entry.total_steps or '?'}",
         format_remaining(entry),
         format_optional(entry.loss, ".4f"),
         format_optional(entry.tokens_per_second, ",.0f"),

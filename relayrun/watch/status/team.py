@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from relayrun.control.chain.budget import SECONDS_PER_HOUR, used_node_seconds
 from relayrun.control.rundir.plan import Plan
@@ -39,17 +37,11 @@ def read_team_runs(runs: Sequence[Run], *, now: float) -> list[OwnedRun]:
     return sorted(found, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
 
 
-def team_as_json(found: Sequence[OwnedRun]) -> list[dict[str, Any]]:
-    """Return the fields of each run's summary, or the error of a damaged run, with its owner and node hours."""
-    return [{"user": user, "week_node_hours": hours, **asdict(each)} for user, hours, each in found]
-
-
 def print_team(found: Sequence[OwnedRun]) -> None:
     """Print a table of the runs that have not ended or had nodes in the last seven days, and the sums by user."""
     shown = [entry for entry in found if entry[1] or isinstance(entry[2], DamagedRun) or entry[2].stop is None]
-    cells = [(user, format_optional(hours, ",.1f"), run_cells(each)) for user, hours, each in shown]
-    rows = [[user, *own[:2], hours, *own[2:]] for user, hours, own in cells]
-    print_rows(["user", *RUN_COLUMNS[:2], "node hours, 7 days|n", *RUN_COLUMNS[2:]], rows)
+    rows = [[user, format_optional(hours, ",.1f"), *run_cells(each)] for user, hours, each in shown]
+    print_rows(["user", "node hours, 7 days|n", *RUN_COLUMNS], rows)
     if left_out := len(found) - len(shown):
         print(f"{left_out} more runs have ended, and had no nodes in the last 7 days")
     sums = []
