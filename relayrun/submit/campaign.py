@@ -188,9 +188,8 @@ class MemberStatus:
 def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
     """Look at every run of a campaign. Raises RunDirError if there is none."""
     whole = Campaign.load(folder)
-    runs = [member.run for member in whole.members]
-    found = {status.path: status for status in RunsWatcher().statuses(runs, now=now)}
-    entries = []
+    statuses = RunsWatcher().statuses([member.run for member in whole.members], now=now)
+    found, entries = {status.path: status for status in statuses}, []
     for member in whole.members:
         status = found[member.run_dir]
         words = run_cells(status)[-1]
