@@ -8,10 +8,10 @@ import secrets
 import stat
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from relayrun.control.rundir import find_runs
-from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import write_atomic
 
@@ -37,13 +37,10 @@ def run(options: argparse.Namespace) -> int:
 
     if (options.key_file is None) != (options.serve is None):
         raise InputError("--serve and --key-file go together", hint="give both")
-
-    def runs() -> list[Run]:
-        return find_runs.find_runs_of(options.names, now=time.time())
-
-    text = prometheus.metrics_text(runs())
+    runs = partial(find_runs.find_runs_of, options.names)
+    text = prometheus.metrics_text(runs(now=time.time()))
     if options.serve is not None:
-        prometheus.serve(options.serve, read_key(options.key_file), runs)
+        prometheus.serve(options.serve, read_key(options.key_file), lambda: runs(now=time.time()))
     elif options.output is not None:
         write_atomic(options.output, text, mode=0o644, durable=False)
     else:
