@@ -1,4 +1,4 @@
-"""Plans of a save with 1,024 writers, without 1,024 processes: CPU seconds, and how they grow with the writers.
+"""Plans of a save with 1,024 writers, and of a load, without 1,024 processes: CPU seconds, and how they grow.
 
     python benchmarks/plans.py [--writers 128 256 512 1024] [--tensors 8] [--quick]
 
@@ -6,12 +6,16 @@ The steps of `checkpoint.megatron_strategy` up to the write, one rank after the 
 the plan of its shards and packs it into a message; rank 0 unpacks the messages and joins the plans, with all metadata.
 Every rank has a shard of each of so many tensors, as of an optimizer whose state is divided by all. `growth` is the
 exponent by which a figure grows from the second largest to the largest number of writers: 1 is linear, 2 is squared.
+
+A load by twice as many ranks, so that two need each block: what each rank does alone (it parses the metadata, plans its
+reads, and divides the blocks of all).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import pickle
 import statistics
 import sys
 import tempfile
@@ -26,9 +30,20 @@ import _results  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+from torch.distributed.checkpoint.metadata import (  # noqa: E402
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
+from relayrun.train.checkpoint.parallel_load import BlockLocation, assign_reads  # noqa: E402
+from relayrun.train.checkpoint.reader import parse_metadata  # noqa: E402
 from relayrun.train.messages import RankObjectCollectives, pack, unpack  # noqa: E402
 
 ROWS = 4
@@ -99,6 +114,34 @@ def plan(writers: int, tensors: int, folder: str) -> dict[str, float]:
     }
 
 
+def load(writers: int, tensors: int, folder: str) -> dict[str, float]:
+    """CPU seconds of a rank that loads what so many writers saved, in another layout."""
+    chunks = [ChunkStorageMetadata(torch.Size((ROWS * rank, 0)), torch.Size((ROWS, 8))) for rank in range(writers)]
+    size, properties = torch.Size((ROWS * writers, 8)), TensorProperties(torch.float32)
+    names = [f"tensor.{number}" for number in range(tensors)]
+    stored = {
+        MetadataIndex(name, chunk.offsets, index): _StorageInfo(f"__{index}_0.distcp", number * 256, 256)
+        for number, name in enumerate(names)
+        for index, chunk in enumerate(chunks)
+    }
+    saved = {name: TensorStorageMetadata(properties, size, chunks) for name in names}
+    text = pickle.dumps(Metadata(state_dict_metadata=dict(saved), storage_data=stored))
+    seconds, since = {}, time.process_time()
+    metadata = parse_metadata(text, Path(folder))
+    seconds["load_metadata"], since = time.process_time() - since, time.process_time()
+    half = ChunkStorageMetadata(torch.Size((ROWS, 0)), torch.Size((ROWS // 2, 8)))
+    for name in names:
+        create_read_items_for_chunk_list(name, cast(Any, metadata.state_dict_metadata[name]), [half])
+    seconds["load_plan"] = time.process_time() - since
+    blocks = [
+        [BlockLocation(f"__{index}_0.distcp", number * 256, 256) for number in range(tensors)]
+        for index in range(writers)
+    ]
+    since = time.process_time()
+    assign_reads([blocks[rank // 2] for rank in range(2 * writers)])
+    return seconds | {"load_division": time.process_time() - since}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--writers", type=int, nargs="+", default=[128, 256, 512, 1024])
@@ -112,7 +155,7 @@ def main() -> None:
         turns = []
         for _ in range(1 if options.quick else ROUNDS):
             with tempfile.TemporaryDirectory(prefix="plans-") as folder:
-                turns.append(plan(number, options.tensors, folder))
+                turns.append(plan(number, options.tensors, folder) | load(number, options.tensors, folder))
         by_writers[str(number)] = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         print(number, by_writers[str(number)], flush=True)
     before, last = (by_writers[str(number)] for number in writers[-2:])

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control.chain.budget import budget_end
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
@@ -42,6 +43,7 @@ from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
+from relayrun.watch.status.tables import RUN_COLUMNS, run_cells
 from relayrun.watch.text import format_optional
 
 
@@ -165,56 +167,36 @@ def stage_faults(
 class MemberStatus:
     """A run of a campaign at one moment."""
 
-    member: str
-    run: str
-    """Name of the run, as project/name."""
-    path: str
-    settings: dict[str, Any]
-    """The member's own settings."""
-    begins: str
-    """Condition of the start, in words; empty: at once."""
-    state: str
-    """State of the run, see `summary.RunState`, or `damaged`."""
-    iteration: int = 0
-    total_steps: int | None = None
-    loss: float | None = None
-    """Loss of the last step in nats per token; None before the first step."""
-    node_hours: float | None = None
+    member: CampaignMember
+    status: RunStatus | DamagedRun
+    node_hours: float | None
     """Node hours of all its jobs; None if they are not known."""
-    attempts: int = 0
     words: str
     """Reason of the wait, or of the end."""
+
+    @property
+    def state(self) -> str:
+        """State of the run, see `summary.RunState`, or `damaged`."""
+        return "damaged" if isinstance(self.status, DamagedRun) else self.status.state
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the member's name, settings, condition and words, and all fields of its run's status."""
+        names = {"member": self.member.name, "settings": self.member.settings, "begins": start_condition(self.member)}
+        return names | {"state": self.state, "node_hours": self.node_hours, "words": self.words} | asdict(self.status)
 
 
 def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
     """Look at every run of a campaign. Raises RunDirError if there is none."""
     whole = Campaign.load(folder)
-    runs = [member.run for member in whole.members]
-    found = {status.path: status for status in RunsWatcher().statuses(runs, now=now)}
-    return [_member_status(folder, whole, member, found[member.run_dir]) for member in whole.members]
-
-
-def _member_status(
-    folder: Path, whole: Campaign, member: CampaignMember, status: RunStatus | DamagedRun
-) -> MemberStatus:
-    common: dict[str, Any] = {"member": member.name, "path": member.run_dir, "settings": member.settings}
-    common["begins"] = start_condition(member)
-    if isinstance(status, DamagedRun):
-        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
-    words = status.stop or status.broken or status.last_end or ""
-    if status.state == "queued" and not status.has_job:
-        words = _wait_reason(folder, whole, member)
-    return MemberStatus(
-        run=status.run,
-        state=status.state,
-        iteration=max(status.iteration, status.durable_iteration or 0),
-        total_steps=status.total_steps,
-        loss=status.loss,
-        node_hours=_node_hours(member),
-        attempts=status.attempt or 0,
-        words=words.partition("\n")[0],
-        **common,
-    )
+    statuses = RunsWatcher().statuses([member.run for member in whole.members], now=now)
+    found, entries = {status.path: status for status in statuses}, []
+    for member in whole.members:
+        status = found[member.run_dir]
+        words = run_cells(status)[-1]
+        if isinstance(status, RunStatus) and status.state == "queued" and not status.has_job:
+            words = _wait_reason(folder, whole, member)
+        entries.append(MemberStatus(member=member, status=status, node_hours=_node_hours(member), words=words))
+    return entries
 
 
 def _wait_reason(folder: Path, whole: Campaign, member: CampaignMember) -> str:
@@ -236,34 +218,26 @@ def start_condition(member: CampaignMember) -> str:
 
 
 def _node_hours(member: CampaignMember) -> float | None:
-    try:
+    with suppress(RelayrunError, OSError, ValueError):  # a cost is worth no error
         return account_for_run(member.run).node_hours
-    except (RelayrunError, OSError, ValueError):  # a cost is worth no error
-        return None
+    return None
 
 
 def print_campaign(entries: Sequence[MemberStatus]) -> None:
     """Print a table with a line a run, the settings that differ in a column each."""
-    names = dict.fromkeys(name for entry in entries for name in entry.settings)
-    differing = [
-        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
-    ]
-    begins = ["begins"] if any(entry.begins for entry in entries) else []
-    settings = (f"{name}|n" for name in differing)
-    columns = ["run", *settings, *begins, "state", "iteration|n", "loss|n", "node hours|n", "why"]
-    rows = [
-        [
-            entry.run,
-            *(yaml_file.value_in_line(entry.settings[name]) if name in entry.settings else "" for name in differing),
-            *[entry.begins] * len(begins),
-            entry.state,
-            f"{entry.iteration}/{entry.total_steps or '?'}",
-            format_optional(entry.loss, ".4f"),
-            format_optional(entry.node_hours, ".2f"),
-            "" if entry.state == "done" else entry.words,
-        ]
-        for entry in entries
-    ]
+    settings = [entry.member.settings for entry in entries]
+    names = dict.fromkeys(name for each in settings for name in each)
+    differing = [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+    conditions = [start_condition(entry.member) for entry in entries]
+    begins = ["begins"] if any(conditions) else []
+    columns = ["run", *(f"{name}|n" for name in differing), *begins, *RUN_COLUMNS[1:6:2], "node hours|n", "why"]
+    rows = []
+    for entry, own, condition in zip(entries, settings, conditions, strict=True):
+        name, *cells = run_cells(entry.status)[:6]
+        values = [yaml_file.value_in_line(own[each]) if each in own else "" for each in differing]
+        why = "" if entry.state == "done" else entry.words
+        hours = format_optional(entry.node_hours, ".2f")
+        rows.append([name, *values, *[condition] * len(begins), *cells[::2], hours, why])
     print_rows(columns, rows)
 
 
@@ -287,13 +261,14 @@ def submit_campaign(described: CampaignDescription) -> bool:
             for run in described.runs:
                 _refuse_foreign_run(run.run, folder)
                 membership = CampaignMembership(folder=str(folder), member=run.name)
-                awaited = run.source is not None
-                with _naming(described, run):
-                    stack.enter_context(
-                        submission.prepared_run(
-                            run.config, SubmitIntent(), run.given, membership=membership, awaited=awaited
-                        )
-                    )
+                made_run = submission.prepared_run(
+                    run.config, SubmitIntent(), run.given, membership=membership, awaited=run.source is not None
+                )
+                try:
+                    stack.enter_context(made_run)
+                except RelayrunError as error:
+                    words = f"{'stage' if described.kind == 'stages' else 'run'} {run.name}: {error.message}"
+                    raise type(error)(words, where=error.where, hint=error.hint) from None
             frozen = {run.name: run.run.manifest for run in described.runs if run.run.manifest.exists()}
             check_stages(described, {name: Manifest.read(path) for name, path in frozen.items()})
             whole.save(folder)
@@ -309,21 +284,12 @@ def submit_campaign(described: CampaignDescription) -> bool:
 
 def campaign_cost(described: CampaignDescription) -> ChainCost:
     """Return the node hours of all runs together. How fast they are is not looked at."""
-    most, now = 0.0, time.time()
+    most, limit, now = 0.0, 0.0, time.time()
     for run in described.runs:
         plan = make_plan(_without_load(run), run.run, places.CODE_ROOT, revision=0)
         most += chain_cost(run.config, plan, run.run, None, now=now).most
-    return ChainCost(most=most, likely=None, config=described.runs[0].config)
-
-
-@contextmanager
-def _naming(described: CampaignDescription, run: CampaignRunDescription) -> Iterator[None]:
-    """Name the stage or the run of a sweep in an error."""
-    try:
-        yield
-    except RelayrunError as error:
-        word = "stage" if described.kind == "stages" else "run"
-        raise type(error)(f"{word} {run.name}: {error.message}", where=error.where, hint=error.hint) from None
+        limit = max(limit, budget_end(run.run, plan, nodes=plan.nodes_of_job, start=now).left)
+    return ChainCost(most=min(most, limit), likely=None, config=described.runs[0].config)
 
 
 def make_campaign(described: CampaignDescription) -> Campaign:
@@ -358,7 +324,7 @@ def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) ->
         words = f"this campaign is {user_name(there.owner)}'s"
         raise RunDirError(words, where=folder, hint=f"give this config another name. {TAKE_OVER_HINT}")
     word = "sweep" if whole.kind == "sweep" else "plan of stages"
-    if there != whole:
+    if replace(there, budget={}) != whole:
         hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"
         raise ConfigError(f"another {word} of this name is there", where=folder, hint=hint)
     for run in described.runs:

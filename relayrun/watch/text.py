@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    """Return JSON; NaN and infinity become null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def format_optional(value: float | None, form: str) -> str:

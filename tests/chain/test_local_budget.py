@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from datetime import datetime
 
@@ -10,7 +11,9 @@ import pytest
 from relayrun.control.chain import budget
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.control.rundir.run import read_stop
+from relayrun.control.rundir.run import Run, read_stop
+from relayrun.watch.status.queue import QueueStatus
+from relayrun.watch.status.summary import summarize_run
 from tests.history import began
 from tests.plans import plan_with
 
@@ -92,3 +95,24 @@ def test_an_end_that_nobody_recorded_counts_as_late_as_it_can_have_been(make_run
     began(run, 3, start_time=900.0, job_start_time=900.0, job_end_time=2000.0, previous_job_end=230.0)
     assert budget.used_node_seconds(run, plan, until=1000.0) == 4 * 100 + 2 * 30 + 2 * 100
     assert budget.used_node_seconds(run, plan, until=900.0, before=3) == 4 * 100 + 2 * 60
+
+
+@pytest.mark.slow
+def test_the_first_attempt_tells_what_the_chain_needs_within_a_tenth(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=220", "--step-seconds=0.25", total_steps=220, max_node_hours=1.0, **SHORT)
+    run_chain(run, plan)
+    stop = read_stop(run)
+    assert stop is not None
+    assert stop.state == "done", logs(run)
+    used = budget.used_node_seconds(run, plan, until=time.time())
+    for number in run.attempt_numbers()[1:]:
+        shutil.rmtree(run.attempt(number).path)
+    run.stop.unlink()
+    for folder in sorted(run.checkpoints.iterdir())[1:]:
+        shutil.rmtree(folder)
+    first = Run(run.path)
+    left = summarize_run(first, QueueStatus(), now=time.time(), plan=plan).remaining
+    assert left is not None
+    said = budget.used_node_seconds(first, plan, until=time.time()) + 3600 * left.node_hours
+    print(f"said {said:.1f} node seconds after attempt 1, used {used:.1f}")
+    assert said == pytest.approx(used, rel=0.1), logs(run)

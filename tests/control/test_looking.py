@@ -169,6 +169,7 @@ LOOKS = {
     "status RUN": ["status", "logs/runs/theirs/ended"],
     "status of a live run": ["status", "logs/runs/theirs/live"],
     "status --json": ["status", "--json"],
+    "status PROJECT": ["status", "."],
     "logs": ["logs", "logs/runs/theirs/ended"],
     "report --text": ["report", "--text", "logs/runs/theirs/ended"],
     "why": ["why", "logs/runs/theirs/ended"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -137,7 +137,7 @@ def test_status_says_it(site: Site) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("quota")]
     assert "lfs quota: 1.0 MB of 102.4 MB used" in line
     assert line.endswith("(looked 0 s ago)")
-    assert run_status_text.run_status_as_json(site.status())["quotas"][0]["source"] == "lfs quota"
+    assert asdict(site.status())["quotas"][0]["source"] == "lfs quota"
 
 
 def test_a_notice_is_written_while_there_is_room_for_few_and_once_a_week(site: Site) -> None:
@@ -328,4 +328,4 @@ def test_status_says_that_the_disk_is_full_also_of_a_chain_that_has_ended(
     words = [text for name, text in run_status_text._lines(status, NOW) if name == "disk"]
     assert len(words) == (said is not None)
     assert said is None or words[0].startswith(said.format(site.run.path))
-    assert run_status_text.run_status_as_json(status)["disk"] == words
+    assert asdict(status)["disk"] == words

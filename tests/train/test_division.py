@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -41,6 +42,22 @@ def test_each_block_is_read_once_and_nobody_reads_more_than_its_share_and_the_la
         own = max(sum(place.bytes for place in places) for places in division.alone)
         share, largest = sum(reads) / ranks, max(place.bytes for places in wanted for place in places)
         assert max(reads) <= max(own, share + largest)
+
+
+def test_the_division_of_another_layouts_checkpoint_grows_with_its_blocks_alone() -> None:
+    """Blocks of as many writers, each of which two ranks need: with four times the ranks there are four times the
+    blocks, and a look at every rank for each block would take sixteen times as long."""
+
+    def seconds(ranks: int) -> float:
+        places = [[BlockLocation(f"__{rank}_0.distcp", at, 900 + at) for at in range(16)] for rank in range(ranks)]
+        wanted = [[*places[rank], *places[rank - 1]] for rank in range(ranks)]
+        since = time.process_time()
+        division = assign_reads(wanted)
+        spent = time.process_time() - since
+        assert sum(map(len, division.shared)) == 16 * ranks
+        return spent
+
+    assert min(seconds(1024) for _ in range(3)) < 8 * min(seconds(256) for _ in range(3))
 
 
 def test_the_order_in_which_ranks_name_blocks_changes_nothing() -> None:

@@ -239,3 +239,25 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(run: Run, tmp_pa
                 assert empty == []
             finally:
                 server.terminate()
+
+
+def test_of_an_old_attempt_no_file_is_opened_in_vain(tmp_path: Path) -> None:
+    """Its cost with a million attempts is the files that it opens: begin, end, and metrics that are not there."""
+    program = (
+        "import sys; from pathlib import Path; from relayrun.watch.goodput.account import account_for_run\n"
+        "from relayrun.watch.goodput.facts import read_run_facts; from relayrun.control.rundir.run import Run\n"
+        "run, opened = Run(Path(sys.argv[1])), []\n"
+        "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
+        "account_for_run(run, facts=read_run_facts(run, now=1e9, ask=False))\n"
+        "print(sum(path.startswith(sys.argv[1]) for path in opened))"
+    )
+    counts = []
+    for attempts in (10, 30):
+        made = make_history(tmp_path / str(attempts), lines=300, attempts=attempts)
+        for number in made.attempt_numbers()[:-5]:
+            for path in made.attempt(number).path.iterdir():
+                if path.name not in ("begin.json", "end.json"):
+                    path.unlink()
+        command = [sys.executable, "-c", program, str(made.path)]
+        counts.append(int(subprocess.run(command, capture_output=True, check=True, timeout=600).stdout))
+    assert counts[1] - counts[0] <= 3 * 20, counts

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -168,7 +168,7 @@ def test_connections_that_were_refused_are_a_field_and_a_line(run: Run) -> None:
     refused.write(run.attempt(2).refused_connections)
     found = run_status.read_run_status(run, RUNNING, now=NOW)
     assert refused.told in text_of(found)
-    value = json.loads(json_text(run_status_text.run_status_as_json(found)))
+    value = json.loads(json_text(asdict(found)))
     assert value["refused_connections"]["count"] == 3
     assert value["refused_connections"]["address"] == "10.6.6.6"
 
@@ -240,7 +240,7 @@ def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(json_text(asdict(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11
@@ -448,4 +448,36 @@ def test_a_wrong_option_is_told_with_every_command(capsys: pytest.CaptureFixture
         told = capsys.readouterr().err
         assert "bogus" in told
         assert "usage: relayrun [-h] [--version] COMMAND" in told
-    assert cli.parse(["status", "--json", "RUN"]).name == "RUN"
+    assert cli.parse(["status", "--json", "RUN"]).names == ["RUN"]
+
+
+def test_the_budget_and_what_the_run_needs_of_it(
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    run, plan = make_run(total_steps=300, nodes=2, max_node_hours=10.0)
+    now = time.time()
+    begin(run, 1, start=now - 5400)
+    commit(run, 1, 100, age=NOW - now + 3600)
+    end = AttemptEnd.of(
+        {"attempt": 1, "cause": "saved", "reason": "", "exit_code": 0, "end_time": now - 1800, "durable_iteration": 100}
+        | {"progress": True, "action": "continue"}
+    )
+    end.write(run.attempt(1).end)
+    status = run_status.read_run_status(run, QueueStatus(), now=now, plan=plan)
+    assert (status.budget.setting, status.budget.left) == ("max_node_hours", pytest.approx(8))
+    (line,) = [
+        line for line in run_status_text.run_status_table(status, now=now).splitlines() if line.startswith("budget")
+    ]
+    words = "2.00 of chain.max_node_hours 10 are used; 8.00 node hours are left, and the run needs about 4.00"
+    assert line.split(maxsplit=1)[1] == words
+    running = run_status.read_run_status(run, RUNNING, now=now, plan=plan)
+    assert "; over at " in run_status_text.run_status_table(running, now=now)
+    assert main_json(running)["budget"]["time"] == pytest.approx(now + 4 * 3600)
+    without = run_status.read_run_status(run, RUNNING, now=now, plan=plan_with(plan, max_node_hours=None))
+    assert main_json(without)["budget"]["time"] is None
+    assert "\nbudget" not in run_status_text.run_status_table(without, now=now)
+
+
+def main_json(status: RunStatus) -> dict[str, dict[str, float | None]]:
+    found: dict[str, dict[str, float | None]] = json.loads(json_text(asdict(status)))
+    return found

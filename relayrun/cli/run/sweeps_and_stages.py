@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.cli import add_set_option
@@ -16,8 +16,11 @@ from relayrun.cli.run.submit import YES_WORDS, check_plan
 from relayrun.config.compose import campaign as config
 from relayrun.config.compose import resolve
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.config.sections.chain import ChainSection
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain import jobs
+from relayrun.control.chain.budget import SHARED_SETTINGS
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember
 from relayrun.control.rundir.find_runs import find_campaign
@@ -25,14 +28,14 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.control.scheduler.local import print_event
-from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.errors import InputError, RelayrunError, RunDirError, SchedulerError, user_name
 from relayrun.leftovers import folder_lock
 from relayrun.submit import campaign as submission
-from relayrun.submit import campaign as view
 from relayrun.submit.cost import confirm_cost
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
+from relayrun.watch.status.tables import run_cells
 from relayrun.watch.text import json_text
 
 
@@ -57,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         if name == "status":
             act.add_argument("--json", action="store_true")
+        if name == "resume":
+            add_set_option(act, "change the budget of all runs together: --set chain.max_node_hours=480")
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -64,7 +69,9 @@ def submit(options: argparse.Namespace) -> int:
     described = config.describe_campaign(options.config, options.overrides, kind=options.command)
     if options.dry_run:
         for member in submission.make_campaign(described).members:
-            words = ", ".join(filter(None, [config.settings_in_words(member.settings), view.start_condition(member)]))
+            words = ", ".join(
+                filter(None, [config.settings_in_words(member.settings), submission.start_condition(member)])
+            )
             print(f"{member.name}  {member.run_dir}  {words}", flush=True)
         return check_plan(described, resolve.read_settings(options.config, options.overrides))
     confirm_cost(submission.campaign_cost(described), yes=options.yes)
@@ -114,8 +121,8 @@ def run_here(folder: Path, whole: Campaign) -> int:
                 local_scheduler(member.run).run_queue(print_event)
         except (RunDirError, OSError) as error:
             print(f"{member.run.path.name}: it cannot be run: {error}", file=sys.stderr, flush=True)
-    entries = view.read_campaign_status(folder, now=time.time())
-    view.print_campaign(entries)
+    entries = submission.read_campaign_status(folder, now=time.time())
+    submission.print_campaign(entries)
     return int(any(entry.state != "done" for entry in entries))
 
 
@@ -149,11 +156,11 @@ def status(options: argparse.Namespace) -> int:
     """Print the state of every run; nothing is started. Raises RelayrunError."""
     folder = find_campaign(options.name)
     look = supervisor.look_at_campaigns([folder])[folder]
-    entries = view.read_campaign_status(folder, now=time.time())
+    entries = submission.read_campaign_status(folder, now=time.time())
     if options.json:
-        print(json_text([asdict(entry) for entry in entries]))
+        print(json_text([entry.as_json() for entry in entries]))
     else:
-        view.print_campaign(entries)
+        submission.print_campaign(entries)
         for line in supervisor.campaign_lines(folder, look):
             print(line, file=sys.stderr)
     return 0
@@ -201,11 +208,29 @@ def resume(options: argparse.Namespace) -> int:
     whole = Campaign.load(folder)
     if whole.owner != os.geteuid():
         raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
+    if options.overrides:
+        _change_budget(folder, whole, options.overrides)
     campaign.campaign_stop_path(folder).unlink(missing_ok=True)
     for member in whole.members:  # on request, try what Slurm refused at once
         campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
     code = start_due_members(folder)
-    for entry in view.read_campaign_status(folder, now=time.time()):
+    for entry in submission.read_campaign_status(folder, now=time.time()):
         if entry.state in ("stopped", "failed"):
-            print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
+            words = f"{run_cells(entry.status)[0]} is {entry.state}: {entry.words}"
+            print(f"{words}\n  -> relayrun resume {entry.status.path}")
     return code
+
+
+def _change_budget(folder: Path, whole: Campaign, overrides: Sequence[str]) -> None:
+    """Record limits for all runs together; those that run obey them within a minute. Raises RelayrunError."""
+    given = resolve.read_overrides(overrides).values
+    changed = given.pop("chain", {})
+    if given or not changed.keys() <= {*SHARED_SETTINGS}:
+        names = ", ".join(f"chain.{name}" for name in SHARED_SETTINGS)
+        raise InputError("this is no setting of a budget", where=f"--set {overrides[-1]}", hint=f"give {names}")
+    changed = whole.budget | changed
+    try:
+        read_section(ChainSection, changed, "chain")
+    except ValueError as error:
+        raise InputError(str(error), where="--set") from None
+    replace(whole, budget=changed).save(folder)

@@ -8,17 +8,19 @@ import secrets
 import stat
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from relayrun.control.rundir import find_runs
-from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError
 from relayrun.files import write_atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun metrics`."""
-    parser.add_argument("names", nargs="*", metavar="RUN|FOLDER", help="runs, or folders of runs; default: all runs")
+    parser.add_argument(
+        "names", nargs="*", metavar="RUN|FOLDER", help="runs, projects, or folders of runs; default: all runs"
+    )
     to = parser.add_mutually_exclusive_group()
     words = "replace this file with the metrics, for the textfile collector of node_exporter"
     to.add_argument("--output", type=Path, metavar="FILE.prom", help=words)
@@ -35,27 +37,15 @@ def run(options: argparse.Namespace) -> int:
 
     if (options.key_file is None) != (options.serve is None):
         raise InputError("--serve and --key-file go together", hint="give both")
-    text = prometheus.metrics_text(_runs(options.names))
+    runs = partial(find_runs.find_runs_of, options.names)
+    text = prometheus.metrics_text(runs(now=time.time()))
     if options.serve is not None:
-        prometheus.serve(options.serve, read_key(options.key_file), lambda: _runs(options.names))
+        prometheus.serve(options.serve, read_key(options.key_file), lambda: runs(now=time.time()))
     elif options.output is not None:
         write_atomic(options.output, text, mode=0o644, durable=False)
     else:
         sys.stdout.write(text.decode())
     return 0
-
-
-def _runs(names: list[str]) -> list[Run]:
-    """Return the runs of these names and, if their chains did not end long ago, those below these folders."""
-    found = [] if names else find_runs.without_old_runs(find_runs.all_run_folders(), now=time.time())
-    for name in names:
-        try:
-            found.append(find_runs.find_run(name))
-        except RunDirError:
-            if not Path(name).is_dir() or not (below := list(find_runs.find_runs_below(Path(name), depth=2))):
-                raise
-            found += find_runs.without_old_runs(below, now=time.time())
-    return found
 
 
 def read_key(path: Path) -> str:

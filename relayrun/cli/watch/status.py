@@ -10,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from relayrun import places
@@ -32,7 +33,8 @@ REFUSAL_LINES = 50
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun status`."""
-    parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
+    words = "run directory, or project/name below logs/runs; several, projects, or folders of runs: by user"
+    parser.add_argument("names", nargs="*", metavar="RUN|PROJECT", help=words)
     parser.add_argument("--json", action="store_true")
     words = "look again and again, until Ctrl-C or, of one RUN, the end of its chain"
     words += "; a line for each change where there is no terminal"
@@ -44,24 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the state of one run or of all runs. Raises RelayrunError."""
+    """Print the state of one run, of all runs, or of the runs of several people. Raises RelayrunError."""
+    name = options.names[0] if options.names else None
     if options.follow:
-        if options.json:
-            raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
-        return follow(options.name, max(options.interval, 0.2))
+        if options.json or len(options.names) > 1:
+            raise InputError("-f goes with one RUN, and not with --json", hint="call it as often as you need it")
+        return follow(name, max(options.interval, 0.2))
     now = time.time()
-    if options.name is not None:
+    if name is not None:
         from relayrun.watch.status import run_status, run_status_text
 
+        if len(options.names) > 1 or (Path(name).is_dir() and not Path(name, "plan.json").exists()):
+            return _show_team(options, now=now)
         try:
-            run = find_runs.find_run(options.name)
+            run = find_runs.find_run(name)
         except RunDirError:  # perhaps since its first job was refused
             print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
             raise
         stuck = _stuck_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
-            print(json_text(run_status_text.run_status_as_json(facts)))
+            print(json_text(asdict(facts)))
         else:
             print(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
@@ -69,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
     runs = find_runs.all_run_folders()
     stuck = [*_stuck_stages(runs), *_refused_starts(now), *_full_disk(find_runs.runs_folder())]
     if options.json:
-        from relayrun.watch.status import run_status_text
-
-        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
+        print(json_text([asdict(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif runs:
         shown = runs if options.all else find_runs.without_old_runs(runs, now=now)
         found = RunsWatcher().summaries(shown, now=now)
@@ -83,6 +86,19 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"no runs below {find_runs.runs_folder()}")
     _print_lines(stuck, options)
+    return 0
+
+
+def _show_team(options: argparse.Namespace, *, now: float) -> int:
+    from relayrun.watch.status import team
+
+    runs = find_runs.find_runs_of(options.names, now=now)
+    found = team.read_team_runs(runs, now=now)
+    if options.json:
+        print(json_text([{"user": user, "week_node_hours": hours, **asdict(each)} for user, hours, each in found]))
+    else:
+        team.print_team(found)
+    _print_lines(_stuck_stages(runs), options)
     return 0
 
 

@@ -77,14 +77,14 @@ def compose_settings(
     settings.root = root = places.project_folder(path)
     mixture_setting.insert_mixture(settings, root)  # so that overrides may change a part of it
     to_cluster = [text for text in overrides if text.startswith("cluster.")]
-    settings.merge(_overrides([text for text in overrides if text not in to_cluster]))
+    settings.merge(read_overrides([text for text in overrides if text not in to_cluster]))
     for own in changes:
         settings.merge(own)
     sites.insert_site(settings, folders=sites.site_folders(path))
     for name, more in (of_cluster or {}).items():
         site = settings.values["cluster"]
         site[name] = [*site.get(name, []), *more] if isinstance(more, list) else {**site.get(name, {}), **more}
-    settings.merge(_overrides(to_cluster))  # last: an override beats the cluster's file in any order
+    settings.merge(read_overrides(to_cluster))  # last: an override beats the cluster's file in any order
     sites.refuse_other_cluster(settings, os.environ)
     sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)
@@ -230,7 +230,8 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
     return result
 
 
-def _overrides(texts: Sequence[str]) -> LocatedSettings:
+def read_overrides(texts: Sequence[str]) -> LocatedSettings:
+    """Return the settings of texts `name.name=value`, unchecked. Raises ConfigError."""
     result = LocatedSettings()
     for text in texts:
         name, equals, value = text.partition("=")

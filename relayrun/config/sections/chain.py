@@ -84,8 +84,8 @@ class ChainSection(DataclassSection):
     """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only after a job
     of the chain fails, and then queues the next one or records why not. It needs one CPU for seconds."""
     max_node_hours: PositiveFloat | None = None
-    """Maximum node hours of all jobs of the run, spare nodes included. The ranks save and leave before it is exceeded,
-    and the chain stops. Evaluations in jobs of their own are not counted."""
+    """Maximum node hours of all jobs of the run (of all runs of a sweep or of stages), spare nodes included. The ranks
+    save and leave before it is exceeded, and the chain stops. Evaluations in jobs of their own are not counted."""
     max_gpu_hours: PositiveFloat | None = None
     """Maximum GPU hours, which end the chain as max_node_hours do: node hours times job.gpus_per_node."""
     deadline: Annotated[str, Checked(_date)] | None = None

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.config.sections.batch_systems import batch_system
-from relayrun.control.chain import jobs
+from relayrun.control.chain import budget, jobs
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import campaign, checkpoint_records
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
@@ -159,7 +159,20 @@ _JudgedMembers = list[tuple[CampaignMember, Readiness]]
 
 
 def _judged(folder: Path, whole: Campaign, members: Sequence[CampaignMember]) -> _JudgedMembers:
-    return [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
+    judged = [(member, ready) for member in members if (ready := member_readiness(folder, whole, member)) is not None]
+    able = (member for member, ready in judged if ready.base is not None)
+    if over := next(map(_budget_over, able), ""):
+        return [(m, ready if ready.base is None else Readiness(why=over, stuck=True)) for m, ready in judged]
+    return judged
+
+
+def _budget_over(member: CampaignMember) -> str:
+    """Return why the budget of the campaign lets no further member begin; empty if it does."""
+    with contextlib.suppress(*_UNREADABLE):  # its start says what is wrong
+        plan = Plan.load(member.run)
+        end = budget.budget_end(member.run, plan, nodes=plan.nodes_of_job, start=time.time())
+        return budget.why_over(member.run, plan, end, plan.min_grace_period)
+    return ""
 
 
 def _stuck(judged: _JudgedMembers) -> dict[str, str]:

@@ -296,6 +296,7 @@ class Watch:
         job = self.scheduler.query(self.scheduler.current_job_id())
         if job is None or job.state != "RUNNING":
             return
+        vars(self).pop("_budget", None)  # other runs of its sweep use it, too, and its owner may raise it
         (end, why), known = self._budget.cap(*self.scheduler.job_end(job)), self.attempt.job_end_time(self.begin)
         end = None if end is None else end + self.begin.clock_ahead
         if _is_later(end, known) or _is_later(known, end):

@@ -1,7 +1,8 @@
 """A campaign: several runs, and the condition under which each starts. A sweep is one, the stages of a training too.
 
 logs/runs/<project>/<name>/          of the campaign; its runs lie beside it, as <name>-<member>
-    campaign.json                      its members in order, written once; without it no run is queued
+    campaign.json                      its members in order, and its budget if that was changed; without it no run is
+                                       queued
     lock                               held by the process that starts runs
     members/<member>/begun.json        the first job of a run, by the process that queued it
     members/<member>/refused.json      Slurm's refusal of that job, by the process that tried
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.config.sections.chain import ChainSection
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, is_stopped
@@ -67,6 +70,8 @@ class Campaign(Record):
     at_once: int | None
     """Maximum number of chains at a time; None: no maximum."""
     members: list[CampaignMember]
+    budget: dict[str, Any] = field(default_factory=dict)
+    """Settings of `chain` that limit all runs together, as far as its owner has changed them since the submit."""
 
     @classmethod
     def load(cls, folder: Path) -> Campaign:
@@ -74,6 +79,7 @@ class Campaign(Record):
         try:
             entry = read_owned(folder, "campaign.json")
             batch_system(entry["scheduler"])
+            read_section(ChainSection, entry.get("budget", {}), "budget")
             return cls.of(entry | {"members": [CampaignMember.of(member) for member in entry["members"]]})
         except FileNotFoundError:
             hint = "submit its config again: nothing of it was queued"
@@ -134,6 +140,15 @@ def membership_path(run: Run) -> Path:
 def read_membership(run: Run) -> CampaignMembership | None:
     """Return the membership of a run; None if it belongs to no campaign."""
     return CampaignMembership.read(f"{run.path}/{MEMBERSHIP_NAME}")
+
+
+def own_campaign(run: Run, *, owner: int | None) -> tuple[Path, Campaign, CampaignMember] | None:
+    """Return the directory and record of a run's campaign, and the run in it; None without one that `owner` owns."""
+    with contextlib.suppress(RunDirError, OSError, StopIteration):
+        if (membership := read_membership(run)) is not None:
+            whole = Campaign.load(Path(membership.folder))
+            return (Path(membership.folder), whole, whole.member(membership.member)) if whole.owner == owner else None
+    return None
 
 
 def campaign_folders(runs: Iterable[Run]) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from relayrun import places
@@ -146,6 +146,21 @@ def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
                 if path == folder:
                     raise
         level = sorted(below) if left else []
+
+
+def find_runs_of(names: Sequence[str], *, now: float) -> list[Run]:
+    """Return the runs with these names and, without those whose chains ended long ago, the runs of these project
+    folders or below these folders; without names, of this project. Raises RunDirError if a name has none."""
+    found = [] if names else without_old_runs(all_run_folders(), now=now)
+    for name in names:
+        try:
+            found.append(find_run(name))
+        except RunDirError:
+            folder = below if (below := Path(name, "logs/runs")).is_dir() else Path(name)
+            if not folder.is_dir() or not (runs := list(find_runs_below(folder, depth=2))):
+                raise
+            found += without_old_runs(runs, now=now)
+    return found
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -157,11 +158,11 @@ def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
     for place, ranks in takers.items():
         if len(ranks) == 1:
             alone[ranks[0]].append(place)
-    load = [sum(place.bytes for place in places) for places in alone]
+    least = sorted((sum(place.bytes for place in places), rank) for rank, places in enumerate(alone))
     common = (place for place, ranks in takers.items() if len(ranks) > 1)
     for place in sorted(common, key=lambda place: (-place.bytes, place)):
-        rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
-        load[rank] += place.bytes
+        load, rank = least[0]
+        heapreplace(least, (load + place.bytes, rank))
         shared[rank].append(place)
     return ReadAssignment(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
 

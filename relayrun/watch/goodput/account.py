@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from relayrun.control.rundir.attempt import METRICS_NAME
 from relayrun.control.rundir.run import Run
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
@@ -145,12 +146,9 @@ def account_for_run(
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
     for allocation in facts.allocations:
-        blocks = read_metrics_blocks(allocation.facts.attempt.metrics, names) if allocation.facts is not None else ()
-        booked = attribute_time(
-            allocation,
-            blocks,
-            seen=None if seen is None else seen(allocation),
-        )
+        own = allocation.facts
+        blocks = () if own is None else read_metrics_blocks(f"{own.attempt.folder}/{METRICS_NAME}", names)
+        booked = attribute_time(allocation, blocks, seen=None if seen is None else seen(allocation))
         found.append(
             AllocationAccount(
                 allocation=allocation,

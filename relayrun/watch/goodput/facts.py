@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,31 +253,33 @@ def _begun_attempts(run: Run) -> list[AttemptFacts]:
 def _attempt_facts(
     attempt: Attempt, begin: AttemptStart, end: AttemptEnd | None, *, limit: float, blamed: list[str]
 ) -> AttemptFacts:
-    commits = attempt.read_commits()
-    outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    failure_time, signs = None, [begin.start_time]
-    if outcome is None and hang is None:  # needed in this case alone; there may be a file per rank
+    there = {*os.listdir(attempt.folder)}  # an old attempt has few files, and none is opened in vain
+    commits = attempt.read_commits() if "commits.jsonl" in there else []
+    outcome = AttemptOutcome.read(attempt.outcome) if "outcome.json" in there else None
+    hang = Hang.read(attempt.hang) if "hang.json" in there else None
+    failure_time, signs = None, [begin.start_time, *(commit.time for commit in commits)]
+    if there & {"failures", "heartbeat"} and outcome is None and hang is None:  # there may be a file per rank
         failure_time = min((failure.time for failure in failure_reason.read_failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
-        signs += [commit.time for commit in commits]
-    failed = restarts.read_failed_restarts(attempt)
+    failed = restarts.read_failed_restarts(attempt) if "restarts.jsonl" in there else []
     hangs = {
         each.restart: Hang.read(restarts.failed_restart_folder(attempt.failures, each.restart) / attempt.hang.name)
         for each in failed
     }
-    bases = [int(entry["base_iteration"]) for entry in read_json_lines(attempt.rollbacks)]
+    rolled = read_json_lines(attempt.rollbacks) if "rollbacks.jsonl" in there else []
+    bases = [int(entry["base_iteration"]) for entry in rolled]
     return AttemptFacts(
         attempt=attempt,
         begin=begin,
-        started=StartTimes.read(attempt.started),
+        started=StartTimes.read(attempt.started) if "started.json" in there else None,
         end=end,
         outcome=outcome,
         hang=hang,
         failure_time=failure_time,
-        last_sign=max(signs),
+        last_sign=begin.start_time if outcome is not None or hang is not None else max(signs),
         commits=commits,
         limit=limit,
-        rollbacks=iteration_resets(attempt.metrics, bases),
+        rollbacks=iteration_resets(attempt.metrics, bases) if "metrics.jsonl" in there else bases,
         blamed=blamed,
         failed_restarts=failed,
         hangs={number: found for number, found in hangs.items() if found is not None},

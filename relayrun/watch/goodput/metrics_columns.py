@@ -37,7 +37,7 @@ class MetricsBlock:
         )
 
 
-def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlock]:
+def read_metrics_blocks(path: Path | str, names: Sequence[str]) -> Iterator[MetricsBlock]:
     """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file. `names`: the requested
     numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them."""
     for lines in metrics_chunks(path):

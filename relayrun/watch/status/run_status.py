@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.control.chain import excluded_nodes, requested_options
+from relayrun.control.chain.budget import BudgetEnd, budget_end
 from relayrun.control.chain.quota import file_system_limit
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.failure_signatures import cause_words
@@ -60,14 +61,14 @@ class RunStatus(RunSummary):
     scheduler_error: str | None
     changed_options: list[str]
     """Options of sbatch that a person changed in a waiting job, each as a sentence; the next jobs request them too."""
-    pending: dict[str, str]
-    """Pending reasons of the scheduler by job id."""
     last_job: JobEnd | None
     """End of the newest job, if no job runs and the scheduler remembers it."""
     go_on: str | None
     """The command that continues a failed chain, or lets a blocked job start."""
     phase: str | None
     """Phase of the slowest node of a running attempt: start, step, save or evaluation."""
+    budget: BudgetEnd
+    """The end of the chain's budget if its job runs on, or if a job begins now."""
     leave_time: float | None
     """Time at which a running attempt saves and exits, as computed when it began."""
     job_end_time: float | None
@@ -166,10 +167,10 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         changed_options=requested_options.describe_changes(run),
-        pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         go_on="; ".join(mend) or None,
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
+        budget=budget_end(run, plan, nodes=plan.nodes_of_job, start=now),
         leave_time=end_time - begin.grace_period if begin is not None and end_time is not None else None,
         job_end_time=end_time,
         left_behind=checkpoint_records.newer_broken_checkpoints(run, lineage, durable) if durable else [],

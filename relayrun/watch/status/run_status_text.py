@@ -1,15 +1,13 @@
-"""The full status of one run as text for people and as JSON for programs."""
+"""The full status of one run as text for people."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
-from typing import Any
 
 from relayrun.control.scheduler.base import Job
 from relayrun.terminal import format_table, terminal_width
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.summary import DamagedRun, describe_job_end
+from relayrun.watch.status.summary import describe_job_end
 from relayrun.watch.status.tables import cron_check_line
 from relayrun.watch.text import format_optional, format_seconds, format_time
 
@@ -20,12 +18,6 @@ def run_status_table(status: RunStatus, *, now: float) -> str:
     """Return a table with one fact of the run per line; facts without a value are omitted."""
     facts = [each for each in _lines(status, now) if each[1]]
     return format_table(("", ""), facts, title=status.run, width=terminal_width())
-
-
-def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
-    """Return the status as values for JSON; NaN and infinity become null."""
-    values: dict[str, Any] = _finite(asdict(status))
-    return values
 
 
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
@@ -55,6 +47,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("time limit", limit),
         ("iteration", step),
         ("left", _remaining(status)),
+        ("budget", _budget(status)),
         ("loss", format_optional(status.loss, ".4f")),
         ("tokens/s", format_optional(status.tokens_per_second, ",.0f")),
         ("saved", _durable(status)),
@@ -197,11 +190,13 @@ def _remaining(status: RunStatus) -> str:
     return text
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+def _budget(status: RunStatus) -> str:
+    end, left = status.budget, status.remaining
+    text = end.words
+    if math.isfinite(end.left):
+        text += f"; {end.left:,.2f} node hours are left"
+        if left is not None and left.iterations:
+            text += f", and the run needs about {left.node_hours:,.2f}"
+    if status.state == "running" and end.setting:
+        text += f"; over at {format_time(end.time)}"
+    return text

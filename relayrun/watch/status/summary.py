@@ -65,6 +65,8 @@ class RunSummary:
     job_id: str | None
     nodes: str | None
     begin_time: float | None
+    pending: dict[str, str]
+    """Pending reasons of the scheduler by job id."""
     iteration: int
     total_steps: int | None
     loss: float | None
@@ -150,6 +152,7 @@ class RunRecords:
     def summary(self, cache: FolderCache | None) -> RunSummary:
         """Return the summary. `cache`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
+        ids = [job.id for job in self.queue.jobs + self.queue.fallback_jobs]
         saved = next((c.commit for c in self.lineage.backwards() if durable and c.commit.path == durable.path), None)
         broken = None
         if self.broken:
@@ -167,6 +170,7 @@ class RunRecords:
             job_id=begin.job_id if begin else None,
             nodes=begin.nodes if begin else None,
             begin_time=begin.start_time if begin else None,
+            pending={job_id: why for job_id, why in self.queue.reasons.items() if job_id in ids},
             iteration=max(self.step.get("iteration", 0), begin.base_iteration if begin else 0),
             total_steps=self.plan.total_steps,
             loss=self.step.get("loss"),

@@ -15,23 +15,24 @@ RUN_COLUMNS = ("run", "state", *FIGURE_COLUMNS, "the last end")
 
 def runs_table(found: Sequence[RunSummary | DamagedRun]) -> str:
     """Return a table of runs that fits the terminal; a damaged run shows its error."""
-    return format_table(RUN_COLUMNS, map(_run_cells, found), width=terminal_width())
+    return format_table(RUN_COLUMNS, map(run_cells, found), width=terminal_width())
 
 
-def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
+def run_cells(entry: RunSummary | DamagedRun) -> list[str]:
+    """Return the columns `RUN_COLUMNS` of a run."""
     if isinstance(entry, DamagedRun):
         return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
     return [
         entry.run,
         entry.state,
         str(entry.attempt or ""),
-        f"{entry.iteration}/{entry.total_steps or '?'}",
+        f"{max(entry.iteration, entry.durable_iteration or 0)}/{entry.total_steps or '?'}",
         format_remaining(entry),
         format_optional(entry.loss, ".4f"),
         format_optional(entry.tokens_per_second, ",.0f"),
         "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
         format_seconds(entry.durable_age),
-        (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
+        (entry.stop or entry.broken or "; ".join(entry.pending.values()) or entry.last_end or "").partition("\n")[0],
     ]
 
 
