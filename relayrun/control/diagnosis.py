@@ -53,7 +53,9 @@ _LAST_WORDS = re.compile(
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
-_ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
+_ASIDE = re.compile(
+    r"\s|$|srun: |slurmstepd|wandb: |[=-]{5}|frame #|\[relayrun |Traceback|The above |During handl|.*[Ww]arnings?\b"
+)
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _OF_THREAD = re.compile(r"Exception in thread |\bProcess \S+-\d+:$")
@@ -169,7 +171,7 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
 
 def last_line(log: str) -> str:
     """Return the last line that a program wrote, if it is no progress; empty without any."""
-    lines = (line.strip() for line in reversed(_lines_of(log)) if not _ASIDE.match(line))
+    lines = (line.strip() for line in reversed(_lines_of(log)) if not _ASIDE.match(_split_label(line)[1]))
     return next((one_line(line) for line in lines if not _PROGRESS.search(line)), "")
 
 
@@ -344,11 +346,10 @@ def _not_survived(lines: Sequence[str], found: Sequence[Statement]) -> list[Stat
         return []
     said = {each.line for each in found}
     weights = [
-        0 if n in said or _ASIDE.match(line) else PROGRESS_WEIGHT if _PROGRESS.search(line) else 1
+        0 if n in said or _ASIDE.match(_split_label(line)[1]) else PROGRESS_WEIGHT if _PROGRESS.search(line) else 1
         for n, line in enumerate(lines)
     ]
     after = [*accumulate(weights)]
     newest = after[found[-1].line]
-    if after[-1] - newest >= SURVIVED:
-        return []
-    return [each for each in found if newest - after[each.line] < SURVIVED]
+    went_on = after[-1] - newest >= SURVIVED
+    return [each for each in found if not went_on and newest - after[each.line] < SURVIVED]

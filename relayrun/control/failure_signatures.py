@@ -89,9 +89,8 @@ class SignatureTable:
 
     def classify(self, words: str) -> FailureSignature | None:
         """Return the entry of a line of words; None if no entry matches."""
-        if found := next((each for each in self.more if each not in _too_slow and _matches(each, words)), None):
-            return found
-        return next((each for pattern, each in self.own if pattern.search(words)), None)
+        of_site = (each for each in self.more if each not in _too_slow and _matches(each, words))
+        return next(of_site, None) or next((each for pattern, each in self.own if pattern.search(words)), None)
 
     def is_secondary(self, words: str, known: FailureSignature | None) -> bool:
         """Return whether words only report that another rank is gone, or that it was told to end. `known`: their

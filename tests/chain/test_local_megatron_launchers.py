@@ -1,12 +1,13 @@
-"""A published launcher with its sizes shrunk trains on CPUs: RELAYRUN_LAUNCHERS_DIR names a folder with launchers."""
+"""Published launchers with their sizes shrunk train on CPUs: RELAYRUN_LAUNCHERS_DIR names a folder with launchers."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,107 +25,195 @@ from tests.workspace import steps
 
 from .test_local_megatron import job_pid, rank_pids, reached
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3000)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif("RELAYRUN_LAUNCHERS_DIR" not in os.environ, reason="RELAYRUN_LAUNCHERS_DIR names no launchers"),
+]
 
-LAUNCHER = "submit_apertus_8b.sh"
+PRETRAINING = {"8B": "submit_apertus_8b.sh", "70B": "submit_apertus_70b.sh"}
+LONGER = {
+    "8b-8k.sh": ("8B", "COOLDOWN_CKPT_8B"),
+    "8b-16k.sh": ("8B", "8K_LONG_CTX_CKPT_8B"),
+    "8b-32k.sh": ("8B", "16K_LONG_CTX_CKPT_8B"),
+    "8b-64k.sh": ("8B", "32K_LONG_CTX_CKPT_8B"),
+    "70b-8k.sh": ("70B", "COOLDOWN_CKPT_70B"),
+    "70b-16k.sh": ("70B", "8K_LONG_CTX_CKPT_70B"),
+    "70b-32k_60b.sh": ("70B", "16K_LONG_CTX_CKPT_70B"),
+    "70b-64k_30b.sh": ("70B", "32K_LONG_CTX_CKPT_70B"),
+}
+"""Launchers of longer contexts: the model, and the folder of checkpoints below /PATH/TO with which they begin."""
+
 SIZES: dict[str, Any] = {
-    "num-layers": 2,
+    "num-layers": 4,
     "hidden-size": 32,
     "ffn-hidden-size": 64,
     "num-attention-heads": 4,
     "num-query-groups": 2,
-    "seq-length": 64,
-    "max-position-embeddings": 64,
+    "seq-length": lambda given: int(given) // 64,
+    "max-position-embeddings": lambda given: int(given) // 64,
     "micro-batch-size": 1,
     "global-batch-size": 4,
     "rampup-batch-size": [2, 2, 16],
     "train-samples": 84,
-    "lr-decay-samples": 84,
     "lr-warmup-samples": 8,
     "lr-wsd-decay-samples": 24,
+    "train-iters": 24,
+    "exit-interval": 20,
+    "lr-warmup-iters": 2,
     "ademamix-beta3-warmup": 20,
     "ademamix-alpha-warmup": 20,
     "save-interval": 5,  # none of the ramp's borders, at which Megatron-LM saves too, and then not twice
     "num-workers": 0,
+    "tensor-model-parallel-size": 2,
+    "pipeline-model-parallel-size": lambda given: min(int(given), 2),
+    "context-parallel-size": 1,  # of more this checkout's attention without TransformerEngine knows nothing
 }
-"""The ramp's eight iterations have two samples each, later ones four: 84 are 25 iterations."""
-NOT_ON_CPUS = dict.fromkeys(("qknorm-impl", "use-distributed-optimizer", "overlap-param-gather", "async-save"), False)
-"""Flags that this checkout takes with TransformerEngine or CUDA alone; its distributed optimizer needs a fused
-AdEMAMix."""
+"""What takes the place of a launcher's own value, if it has the flag. Goldfish loss needs 50 tokens or more. The ramp's
+eight iterations have two samples each, later ones four: 84 are 25 iterations."""
+NOT_ON_CPUS: dict[str, Any] = {
+    "qknorm-impl": False,  # these four need TransformerEngine or CUDA
+    "overlap-param-gather": False,
+    "async-save": False,
+    "sequence-parallel": False,
+    "use-distributed-optimizer": False,  # it needs a fused AdEMAMix
+    "num-layers-per-virtual-pipeline-stage": False,  # it counts on the order of a CUDA stream: over gloo losses are NaN
+    "overlap-p2p-communication-warmup-flush": False,
+}
 PHASE = 44
 """Samples of the first phase of data: 15 iterations."""
 
+Kill = Callable[[Run], None]
 
-def shrunk(folder: Path, launcher: Path, checkout: Path) -> dict[str, Any]:
-    """The settings that `relayrun adopt` makes of a launcher, with other sizes, for two ranks on CPUs."""
-    text = launcher.read_text().replace("CHANGE_THIS", str(folder / "site"))
-    (folder / launcher.name).write_text(text)
-    found = adopt(folder / launcher.name, {"USER": "ada"}, site="local", checkout=str(checkout))
+
+def shrunk(folder: Path, name: str, checkout: Path, **folders: Path) -> dict[str, Any]:
+    """The settings that `relayrun adopt` makes of a launcher, with other sizes, for ranks on CPUs.
+
+    `folders`: those below /PATH/TO that are there.
+    """
+    (launcher,) = Path(os.environ["RELAYRUN_LAUNCHERS_DIR"]).rglob(name)
+    site = folder / "site"
+    text = re.sub("CHANGE_THIS|/PATH/TO", str(site), launcher.read_text())
+    for name_there, there in folders.items():
+        text = text.replace(f"{site}/{name_there}\n", f"{there}\n")
+    (folder / name).write_text(text)
+    found = adopt(folder / name, {"USER": "ada", "SCRATCH": str(site)}, site="local", checkout=str(checkout))
     assert found.errors == []
     settings = found.settings
-    on_cpus = {name: value or True for name, value in re.findall(r"--(\S+)(?: ([a-z]\S*))?", " ".join(ON_CPUS.split()))}
+    own = settings["megatron_lm"]["args"]
+    sizes = {flag: size(own[flag]) if callable(size) else size for flag, size in SIZES.items() if flag in own}
+    on_cpus = {flag: value or True for flag, value in re.findall(r"--(\S+)(?: ([a-z]\S*))?", " ".join(ON_CPUS.split()))}
     tokenizer = {"tokenizer-type": "NullTokenizer", "tokenizer-model": False, "vocab-size": VOCABULARY + 5}
-    settings["megatron_lm"]["args"] |= SIZES | on_cpus | tokenizer | NOT_ON_CPUS
+    own |= sizes | on_cpus | tokenizer | NOT_ON_CPUS
+    ranks = own["tensor-model-parallel-size"] * own["pipeline-model-parallel-size"]
     settings["data"] = {"tokenizer": "none", "datasets": [str(folder / "data")]}
-    settings["job"] = {"time": "30", "nodes": 1, "ntasks_per_node": 2}
+    settings["job"] = {"time": "30", "nodes": 1, "ntasks_per_node": ranks}
     config(folder, checkout)  # the Python with stand-ins for CUDA
     settings["cluster"] = {"name": "local", "scheduler": "local", "python": str(folder / "python")}
     return settings
 
 
-def write(folder: Path, name: str, settings: dict[str, Any], *, slow: str = "", load: str = "", **args: Any) -> Path:
-    """Write a run config; `load`: where its first attempt goes on. `slow`: as MEGATRON_ON_CPU_SLOW."""
-    own = settings["megatron_lm"]
-    changed = settings | {"name": name, "run_dir": str(folder / name / "run")}
-    changed["megatron_lm"] = own | {"args": own["args"] | {key.replace("_", "-"): value for key, value in args.items()}}
-    if load:
-        changed["checkpoint"] = {"interval": 5, "load": load}
-        changed["data"] = settings["data"] | {"datasets": [str(folder / "second")]}
+def submit(folder: Path, settings: dict[str, Any], *kills: Kill, slow: str = "", **changes: Any) -> Run:
+    """Submit a run config in `folder`, disturb its chain, and wait for its end.
+
+    `slow`: as MEGATRON_ON_CPU_SLOW. `changes`: of sections.
+    """
+    run = Run(folder / "run")
+    changed = settings | {"name": folder.name, "run_dir": str(run.path)}
+    changed |= {section: {**settings.get(section, {}), **change} for section, change in changes.items()}
     changed["cluster"] = settings["cluster"] | {"environment": {"MEGATRON_ON_CPU_SLOW": slow} if slow else {}}
-    path = folder / f"{name}.yaml"
+    path = folder.with_suffix(".yaml")
     path.write_text(dump_yaml(changed))
-    return path
-
-
-def submit(path: Path, kill: Callable[[Run], None] = lambda run: None) -> Run:
-    """Submit a config, and wait for the end of its chain; `kill` disturbs it meanwhile."""
-    run = Run(path.with_suffix("") / "run")
     chain = threading.Thread(target=main, args=(["submit", str(path)],))
     chain.start()
-    kill(run)
+    for kill in kills:
+        kill(run)
     chain.join(900)
     assert stop_reason(run) is not None
     return run
 
 
-def kill_a_rank(run: Run) -> None:
-    wait_for(lambda: run.attempt(1).metrics.exists() and reached(run, 10), 300)
-    os.kill(rank_pids(run)[1], signal.SIGKILL)
+def kill_a_rank(iteration: int) -> Kill:
+    def kill(run: Run) -> None:
+        wait_for(lambda: run.attempt(1).metrics.exists() and reached(run, iteration), 300)
+        os.kill(rank_pids(run)[1], signal.SIGKILL)
+
+    return kill
 
 
-def ask_the_job(run: Run) -> None:
-    wait_for(lambda: run.attempt(1).metrics.exists() and reached(run, 18), 300)
-    os.kill(job_pid(run), signal.SIGUSR2)
+def ask_the_job(iteration: int, attempt: int = 1) -> Kill:
+    def ask(run: Run) -> None:
+        wait_for(lambda: run.attempt(attempt).metrics.exists() and reached(run, iteration, attempt), 300)
+        os.kill(job_pid(run, attempt), signal.SIGUSR2)
+
+    return ask
 
 
-@pytest.mark.skipif("RELAYRUN_LAUNCHERS_DIR" not in os.environ, reason="RELAYRUN_LAUNCHERS_DIR names no launchers")
-def test_a_shrunk_launcher_trains_through_kills_and_a_phase_of_data(tmp_path: Path) -> None:
+def consumed(*runs: Run) -> list[int]:
+    return [line["consumed_samples"] for run in runs for line in read_json_lines(run.metrics_view) if "loss" in line]
+
+
+@pytest.mark.parametrize("model", PRETRAINING)
+def test_a_shrunk_launcher_trains_through_kills_and_a_phase_of_data(tmp_path: Path, model: str) -> None:
     """AdEMAMix, xIELU, goldfish loss, a ramp of the batch size, a length in samples: as the launcher says them."""
     checkout = checkout_of(MegatronDialect.SWISS_AI)
-    (launcher,) = Path(os.environ["RELAYRUN_LAUNCHERS_DIR"]).rglob(LAUNCHER)
-    settings = shrunk(tmp_path, launcher, checkout)
+    settings = shrunk(tmp_path, PRETRAINING[model], checkout)
     make_shard(tmp_path / "second", seed=2)
+    args, second = settings["megatron_lm"]["args"], {"datasets": [str(tmp_path / "second")]}
+    kills: dict[str, tuple[Sequence[Kill], Sequence[Kill]]]
+    kills = {"whole": ([], []), "cut": ([kill_a_rank(10)], [ask_the_job(18)])}
     found: dict[str, dict[int, tuple[str, str]]] = {}
-    for name, kills, slow in (("whole", (), ""), ("cut", (kill_a_rank, ask_the_job), "9:1")):
-        first = submit(write(tmp_path, f"{name}-1", settings, slow=slow, train_samples=PHASE), *kills[:1])
-        slow = slow and "2:2"
-        load = f"{first.checkpoints}:15"
-        second = submit(write(tmp_path, f"{name}-2", settings, slow=slow, load=load, seed=29), *kills[1:])
-        found[name] = steps(first) | steps(second)
-        lines = [*read_json_lines(first.metrics_view), *read_json_lines(second.metrics_view)]
-        consumed = [line["consumed_samples"] for line in lines if "loss" in line]
-        assert consumed == [*range(2, 18, 2), *range(20, 85, 4)]
-        assert consumed[14] == PHASE
-        assert [len(first.attempt_numbers()), len(second.attempt_numbers())] == ([2, 2] if kills else [1, 1])
+    for name, (of_first, of_second) in kills.items():
+        one = {"args": args | {"train-samples": PHASE}}
+        first = submit(tmp_path / f"{name}-1", settings, *of_first, slow="9:1" if of_first else "", megatron_lm=one)
+        changes = {"checkpoint": {"interval": 5, "load": f"{first.checkpoints}:15"}, "data": second}
+        two = {"args": {flag: value for flag, value in args.items() if flag != "save-interval"} | {"seed": 29}}
+        slow = "2:2" if of_second else ""
+        last = submit(tmp_path / f"{name}-2", settings, *of_second, slow=slow, megatron_lm=two, **changes)
+        found[name] = steps(first) | steps(last)
+        assert consumed(first, last) == [*range(2, 18, 2), *range(20, 85, 4)]
+        assert consumed(first)[-1] == PHASE
+        assert [len(run.attempt_numbers()) for run in (first, last)] == [1 + len(of_first), 1 + len(of_second)]
     assert sorted(found["whole"]) == list(range(1, 26))
+    assert found["cut"] == found["whole"]
+
+
+@pytest.fixture(scope="module")
+def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the checkpoints of an earlier run of a model."""
+    made: dict[str, Path] = {}
+
+    def make(model: str) -> Path:
+        if model not in made:
+            folder = tmp_path_factory.mktemp(model)
+            settings = shrunk(folder, PRETRAINING[model], checkout_of(MegatronDialect.SWISS_AI))
+            args = settings["megatron_lm"]["args"]
+            args |= {"train-samples": 8, "lr-warmup-samples": 2, "lr-wsd-decay-samples": 2}
+            made[model] = submit(folder / "earlier", settings, megatron_lm={"args": args}).checkpoints
+        return made[model]
+
+    return make
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_shrunk_launcher_of_a_longer_context_goes_on_with_an_earlier_model(
+    tmp_path: Path, name: str, earlier_run: Callable[[str], Path]
+) -> None:
+    """Its own `--load`, with `--finetune --no-load-rng` in the first job alone, other data and other lengths."""
+    model, folder = LONGER[name]
+    shutil.copytree(earlier_run(model), tmp_path / "earlier")
+    checkout = checkout_of(MegatronDialect.SWISS_AI)
+    settings = shrunk(tmp_path, name, checkout, **{folder: tmp_path / "earlier"})
+    assert settings["checkpoint"]["load"] == str(tmp_path / "earlier")
+    args = settings["megatron_lm"]["args"]
+    last, leaves = args["train-iters"], "exit-interval" in args  # a job leaves there, and the next one goes on
+    found: dict[str, dict[int, tuple[str, str]]] = {}
+    for run_name, kills in {"whole": (), "cut": (kill_a_rank(8), ask_the_job(13, attempt=2))}.items():
+        own = {"interval": 5, "async_save": False}
+        run = submit(tmp_path / run_name, settings, *kills, slow="4:1" if kills else "", checkpoint=own)
+        found[run_name] = steps(run)
+        assert consumed(run) == list(range(4, 4 * last + 1, 4))
+        assert len(run.attempt_numbers()) == 1 + len(kills) + leaves
+    assert sorted(found["whole"]) == list(range(1, last + 1))
     assert found["cut"] == found["whole"]

@@ -274,16 +274,33 @@ n1: KeyError: 'tokens'
 """
 
 
+OTHERS = "".join(
+    "Traceback (most recent call last):\n"
+    + '  File "/x/loop.py", line 9, in step\n' * 20
+    + f"RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:{number}\n"
+    for number in range(60)
+)
+
+
+def labelled(log: str, label: str = "[rank{0}]: ") -> str:
+    """Each traceback with the rank that wrote it."""
+    parts = re.split(r"(?m)^(?=Traceback)", log)
+    return "".join(label.format(rank) + line for rank, part in enumerate(parts) for line in part.splitlines(True))
+
+
 @pytest.mark.parametrize(
     ("log", "words"),
     [
         (INTERLEAVED, "KeyError: 'tokens' (load.py:4)"),
+        (f"{TRACEBACK}KeyError: 'tokens'\n{OTHERS}", "KeyError: 'tokens'"),
+        (labelled(f"{TRACEBACK}KeyError: 'tokens'\n{OTHERS}"), "KeyError: 'tokens'"),
+        (labelled(f"{TRACEBACK}KeyError: 'tokens'\n{OTHERS}", "{0}: [rank{0}]: "), "KeyError: 'tokens'"),
         (f"{TRACEBACK}RuntimeError: Error(s) in loading state_dict for GPT:\n\tsize mismatch for w: 3\n", "GPT: size"),
         (f"{TRACEBACK}DistBackendError: NCCL error in: x.cpp:1\nLast error:\nno plugin\n", "x.cpp:1 no plugin"),
         ("x.sh: line 3: nvidia-smi: command not found\n" + TRACEBACK + "KeyError: 'a'\n", "KeyError: 'a'"),
         ("x.sh: line 3: conda: command not found\n" + TRACEBACK + "ModuleNotFoundError: No module\n", "conda"),
     ],
-    ids=["hosts", "colon", "last-error", "passed-over", "environment"],
+    ids=["hosts", "ranks", "ranks-labelled", "ranks-of-srun", "colon", "last-error", "passed-over", "environment"],
 )
 def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: str, words: str) -> None:
     found = first_cause(log)
