@@ -179,6 +179,7 @@ def test_a_data_set_of_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("a.tar", tar({"train/0.txt": b"a", "test/0.txt": b"b"}), "of a test set beside other text: a.tar; its member"),
         ("a.tar.gz", gzip.compress(tar({"train/0.txt": b"a", "test/0.txt": b"b"})), "its member test/0.txt says so"),
     ],
+    ids=["gz-plain", "tar-plain", "tar-gzip", "jsonl-tar", "txt-pdf", "txt-xz", "tar-torn", "tar-test", "tar-gz-test"],
 )
 def test_a_data_set_is_looked_at_before_it_is_tokenized(
     tmp_path: Path, name: str, content: bytes, words: str | None
