@@ -56,7 +56,7 @@ COMMANDS = {
     "goodput": ("watch.report", "where the node hours of runs went: every second of every node in one named part"),
     "metrics": ("watch.metrics", "metrics of runs for Prometheus: as text, as a file, or over HTTP on this machine"),
     "runs": ("watch.runs", "runs in folders: where they stand and how large they are; archive and move them"),
-    "report": ("watch.report", "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture"),
+    "report": ("watch.report", "what runs did, as a page for a browser; --text: in the terminal"),
     "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("watch.notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("run.stop", "write a checkpoint and go on"),

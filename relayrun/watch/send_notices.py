@@ -82,10 +82,9 @@ def send_to_target(
             _send_to_webhook(parts, subject, body, event, limit)
         else:
             _send_by_apprise(url, subject, body, event)
-    except NoticeSendError as error:
-        raise NoticeSendError(remove_secrets(str(error), target, environment)) from None
-    except Exception as error:  # any error of a library
-        words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    except Exception as error:  # also any error of a library
+        kind = "" if isinstance(error, NoticeSendError) else type(error).__name__
+        words = ": ".join(filter(None, (kind, str(error))))
         raise NoticeSendError(remove_secrets(words, target, environment)) from None
 
 
@@ -318,8 +317,7 @@ def _send_due_notices(
     waiting = notices.pending_notices(run)
     book = {notice.id: (notice, delivery) for notice, delivery in waiting}
     messages = notices.due_messages(targets, waiting, notices.last_sent_times(run, waiting, now=now), now=now)
-    if job:
-        messages = [message for message in messages if not notices.must_wait_for_retry(message, waiting, now=now)]
+    messages = [each for each in messages if not (job and notices.must_wait_for_retry(each, waiting, now=now))]
     for message in messages:
         delivery = book[message.notice.id][1]
         delivery.note(message.target.name, "waits", now=now, reason="it was being sent and was cut short", tried=True)

@@ -42,7 +42,7 @@ from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
-from relayrun.watch.report import report_data, terminal_report
+from relayrun.watch.report import page, report_data
 from relayrun.watch.report.report_data import RunReportData
 from scripts.demo import stories
 
@@ -253,23 +253,22 @@ def attempts_chart(summary: RunReportData) -> str:
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print the results; return 1 if the model has not learned."""
     summary = report_data.read_report_data(run)
-    terminal_report.attempts_table(summary).print()
+    report_data.attempts_table(summary).print()
     if "heldout" not in summary.validation:
         hint = f"relayrun status {run.path} says why"
         raise RelayrunError("the training ended before its last iteration", where=run.path, hint=hint)
-    picture = run.path / "loss.png"
-    terminal_report.write_png(summary, picture)
+    report = run.path / "report.html"
+    report.write_text(page.report_page([summary], now=time.time()), encoding="utf-8")
     for what, path in (
         ("text", f"{OUTPUT / 'stories'}, {OUTPUT / 'text'}"),
         ("tokens", OUTPUT / "tokens"),
         ("mixture", OUTPUT / "mixture"),
         ("run directory", run.path),
         ("model", OUTPUT / "hf"),
-        ("loss curve", picture),
+        ("loss curve", report),
         ("logs", places.CODE_ROOT / "logs/slurm/training"),
     ):
         print(f"{what:14} {path}")
-    print(terminal_report.terminal_curve(summary))
     print("The relay: each job went on from the checkpoint of the one before.\n" + attempts_chart(summary))
     held_out = summary.validation["heldout"]
     iteration, loss = int(held_out.x[-1]), float(held_out.y[-1])

@@ -27,7 +27,7 @@ for line in train:
         print(re.split(r"\s*;", line)[0])
 PYTHON
 )
-packages=("${megatron}" pydantic pydantic-core annotated-types typing-inspection "plotext<6" xxhash nvidia-ml-py "$@")
+packages=("${megatron}" pydantic pydantic-core annotated-types typing-inspection xxhash nvidia-ml-py "$@")
 folder=$(mktemp -d)
 trap 'rm -rf -- "${folder}"' EXIT
 mkdir -p "${folder}/gpu-check/wheels"

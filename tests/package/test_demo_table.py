@@ -17,8 +17,7 @@ from relayrun.errors import RelayrunError
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.terminal import format_table
 from relayrun.watch.report import report_data
-from relayrun.watch.report.report_data import AttemptRow, RunReportData
-from relayrun.watch.report.terminal_report import attempts_table
+from relayrun.watch.report.report_data import AttemptRow, RunReportData, attempts_table
 from scripts.demo import __main__ as demo
 
 PAGE = (ROOT / "docs/explanation/chain.md").read_text(encoding="utf-8")

@@ -143,8 +143,7 @@ COMMANDS = {
         "l.svg",
         "",
     ),
-    "report": Command("report IN/run --png OUT/r.png", "report IN/other --png OUT/r.png", "r.png", ""),
-    "report html": Command("report IN/run --html OUT/r.html", "report IN/other --html OUT/r.html", "r.html", ""),
+    "report": Command("report IN/run --html OUT/r.html", "report IN/other --html OUT/r.html", "r.html", ""),
     "mirror": Command(
         "checkpoint mirror IN/mirrored",
         "checkpoint mirror IN/mirrored --verify",

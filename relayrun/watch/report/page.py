@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 import relayrun
-from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
@@ -140,9 +139,7 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
             words = f"attempt {each.attempt} from iteration {steps[0]}; the one before: {before.cause}"
             marks.append(ChartMark(x=steps[0], words=words, kind=kind))
         marks += [
-            ChartMark(x=failed.next_iteration, words=failed.told, kind="restart")
-            for failed in failed_restarts(each)
-            if failed.again
+            ChartMark(x=failed.next_iteration, words=failed.told, kind="restart") for failed in failed_restarts(each)
         ]
         if steps is not None or each.cause not in (*PLANNED_CAUSES, "running"):
             before = each
@@ -150,28 +147,25 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
 
 
 def _attempt_rows(page: RunReportData) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for each, row in zip(page.account.allocations, page.rows, strict=True):
-        found = each.allocation.facts
-        rows.append(
-            (
-                "–" if each.attempt is None else str(each.attempt),
-                format_time(each.start),
-                format_exact_seconds(each.end - each.start),
-                "" if found is None else found.begin.nodes,
-                "none" if row is None or row.steps is None else f"{row.steps[0]:,}–{row.steps[1]:,}",
-                "" if row is None or row.durable_iteration is None else f"{row.durable_iteration:,}",
-                each.cause,
-                each.allocation.reason,
-            )
+    return [
+        (
+            "–" if each.attempt is None else str(each.attempt),
+            format_time(each.start),
+            format_exact_seconds(each.end - each.start),
+            "" if each.allocation.facts is None else each.allocation.facts.begin.nodes,
+            "none" if row is None or row.steps is None else f"{row.steps[0]:,}–{row.steps[1]:,}",
+            "" if row is None or row.durable_iteration is None else f"{row.durable_iteration:,}",
+            each.cause,
+            each.allocation.reason,
         )
-    return rows
+        for each, row in zip(page.account.allocations, page.rows, strict=True)
+    ]
 
 
 def failed_restarts(each: AllocationAccount) -> list[FailedRestart]:
-    """Return the failures of the ranks of an allocation's attempt."""
+    """Return the failures of an allocation's attempt after which ranks were started again."""
     found = each.allocation.facts
-    return [] if found is None else restarts.read_failed_restarts(found.attempt)
+    return [] if found is None else [one for one in found.failed_restarts if one.again]
 
 
 def _failure_rows(page: RunReportData) -> list[tuple[str, ...]]:
@@ -181,7 +175,6 @@ def _failure_rows(page: RunReportData) -> list[tuple[str, ...]]:
         rows += [
             (str(each.attempt), format_time(failed.time), "ranks started again", failed.node, failed.told)
             for failed in failed_restarts(each)
-            if failed.again
         ]
         if each.cause in (*PLANNED_CAUSES, "running"):
             continue

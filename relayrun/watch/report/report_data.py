@@ -23,6 +23,7 @@ from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.attribution import Mask
 from relayrun.watch.goodput.facts import NodeAllocation, read_run_facts
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
+from relayrun.watch.goodput.tables import AccountTable
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 from relayrun.watch.status.queue import QueueStatus, query_queue
 from relayrun.watch.status.summary import RunSummary, summarize_run
@@ -45,12 +46,8 @@ class AttemptRow:
     """Tokens of all its iterations, also of those that were computed again later."""
     tokens_per_second: float | None = None
     """Mean speed over its iterations."""
-    start_time: float = 0.0
-    """Seconds since 1970."""
     seconds: float | None = None
     """None: it has not ended."""
-    commits: tuple[tuple[float, int], ...] = ()
-    """(time in seconds since 1970, iteration) of each durable checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +144,13 @@ class _MetricLines:
             if isinstance(loss, (int, float)):
                 self.validation.setdefault(str(name), []).append((float(record["iteration"]), float(loss)))
 
-    def joined(self) -> dict[str, Points]:
-        return {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in self.columns.items()}
-
 
 def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     """Read a run. Raises RunDirError if no attempt has begun, or a record is damaged."""
     facts = read_run_facts(run, now=now)
     lines = _MetricLines()
     found = account_for_run(run, facts=facts, seen=lines.seen, also=("grad_norm", "lr", "memory_bytes"))
-    columns = lines.joined()
+    columns = {name: np.concatenate(parts) if parts else np.zeros(0) for name, parts in lines.columns.items()}
     x = columns["iteration"]
     order = np.argsort(x, kind="stable")
     checkpoints = Lineage(run).line()
@@ -171,7 +165,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
             name: reduce_points(x[order], columns[name][order]) if x.size else EMPTY_SERIES for name in SHOWN_METRICS
         },
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
-        validation={name: _points(points) for name, points in sorted(lines.validation.items())},
+        validation={name: reduce_points(*np.array(sorted(seen)).T) for name, seen in sorted(lines.validation.items())},
         rows=[_attempt_row(allocation, lines) for allocation in facts.allocations],
         checkpoints=checkpoints,
         evaluations=evaluations.evaluation_results(run),
@@ -197,15 +191,27 @@ def _attempt_row(allocation: NodeAllocation, lines: _MetricLines) -> AttemptRow 
         durable_iteration=None if end is None else end.durable_iteration,
         tokens=round(tokens),
         tokens_per_second=tokens / seconds if tokens and seconds else None,
-        start_time=begin,
         seconds=max(0.0, ended - begin) if allocation.ended else None,
-        commits=tuple((commit.time, commit.iteration) for commit in facts.commits),
     )
 
 
-def _points(points: Sequence[tuple[float, float]]) -> Series:
-    x, y = (np.array(values, dtype=np.float64) for values in zip(*sorted(points), strict=True))
-    return reduce_points(x, y)
+def attempts_table(report: RunReportData) -> AccountTable:
+    """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
+    columns = ("attempt|n", "ended", "why", "iterations|n", "saved|n", "tokens|n", "wall s|n", "tokens/s|n")
+    rows = [
+        (
+            str(row.number),
+            row.cause,
+            row.reason,
+            "none" if row.steps is None else "–".join(map(str, row.steps)),
+            "" if row.durable_iteration is None else str(row.durable_iteration),
+            f"{row.tokens:,}",
+            "" if row.seconds is None else f"{row.seconds:.0f}",
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        )
+        for row in report.attempts
+    ]
+    return AccountTable(f"attempts of {report.run.path.name}", columns, rows)
 
 
 def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
