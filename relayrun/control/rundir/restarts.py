@@ -264,7 +264,7 @@ METRICS_CHUNK = 1 << 20
 """Bytes that are read at a time: a run may have a million lines."""
 
 
-def metrics_chunks(metrics: Path) -> Iterator[list[bytes]]:
+def metrics_chunks(metrics: Path | str) -> Iterator[list[bytes]]:
     """Yield the lines of an attempt's metrics, oldest first, some at a time; none of a missing file."""
     with contextlib.suppress(FileNotFoundError), open(metrics, "rb") as file:
         while lines := file.readlines(METRICS_CHUNK):
