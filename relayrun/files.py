@@ -265,10 +265,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def file_size(path: str | os.PathLike[str]) -> int:
     """Return the bytes of a file; 0 if it does not exist. Raises OSError."""
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0
+    found = stat_of(path)
+    return 0 if found is None else found.st_size
 
 
 def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:

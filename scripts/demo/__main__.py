@@ -38,7 +38,7 @@ from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.files import read_json_lines
 from relayrun.lab import corpus
 from relayrun.slurmtime import format_time
-from relayrun.tokens.order.datasets import WindowOrder
+from relayrun.tokens.mixture.build_datasets import validation_set
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
@@ -105,12 +105,12 @@ def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str
 def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
     """Return the entropy in nats of the tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
-    training, shards = config.training, manifest.validation[name]
-    order = WindowOrder(shards, seq_length=training.seq_length, seed=training.seed, name=name, shuffle=False)
-    samples = min(training.eval_steps * training.global_batch_size, order.windows_per_epoch)
+    training = config.training
+    order = validation_set(config, manifest, name)
+    samples = min(training.eval_steps * training.global_batch_size, len(order))
     counts = np.zeros(manifest.vocabulary_size, dtype=np.int64)
     for number in range(samples):
-        counts += np.bincount(order.read(0, number)[1:], minlength=manifest.vocabulary_size)
+        counts += np.bincount(order.row(number).tokens[1:], minlength=manifest.vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

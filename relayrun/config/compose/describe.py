@@ -216,6 +216,5 @@ def _docstrings(section: AnySection) -> dict[str, str]:
 
 @functools.cache
 def _classes(source: str) -> dict[str, ast.ClassDef]:
-    with open(source, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
+    tree = ast.parse(Path(source).read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

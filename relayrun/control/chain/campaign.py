@@ -80,8 +80,7 @@ def start_due_members_of(run: Run, *, leaves: bool = False, patience: float = PA
     """
     with contextlib.suppress(OSError):
         leaves = leaves or is_stopped(run)
-    leaving = run if leaves else None
-    start_due_members(campaign.campaign_folders([run]), leaving=leaving, patience=patience)
+    start_due_members(campaign.campaign_folders([run]), leaving=run if leaves else None, patience=patience)
 
 
 def start_due_members(

@@ -90,8 +90,7 @@ def without_old_runs(runs: Iterable[Run], *, now: float) -> list[Run]:
 
 
 def _project_run_folders() -> list[Path]:
-    projects = _folders(str(runs_folder()))
-    return [Path(path) for project in projects for path in _folders(project)]
+    return [Path(path) for project in _folders(str(runs_folder())) for path in _folders(project)]
 
 
 def _folders(folder: str) -> list[str]:

@@ -147,8 +147,7 @@ def _processes_with(environment: Mapping[str, str | None], but: Collection[int])
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = set(file.read().split(b"\0"))
+            variables = set(Path(f"/proc/{name}/environ").read_bytes().split(b"\0"))
             if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
                 continue
             parent = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])

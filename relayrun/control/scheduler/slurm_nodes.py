@@ -40,8 +40,7 @@ class SlurmNodes(UsableNodes):
             if isinstance(error, NoAnswerError):
                 raise
             if says_too_few_nodes(error):  # after a reconfigure a controller knows no node for a moment
-                states = self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%T"])
-                return "unknown" in states
+                return "unknown" in self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%T"])
         return True
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:

@@ -215,8 +215,8 @@ class Dataset(Protocol):
 class WindowOrder:
     """The samples of a data set in order; sample k is any k >= 0, epoch follows epoch.
 
-    `name` separates the shuffles of data sets that share a seed. `split`
-    and `held_out`: see `side_of_split`. Raises ConfigError for less than one window.
+    `name` separates the shuffles of data sets that share a seed. `split` and `held_out`: see `side_of_split`. Raises
+    ConfigError for less than one window.
     """
 
     def __init__(
