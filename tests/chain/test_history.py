@@ -31,7 +31,8 @@ from relayrun.submit import submission
 from tests.history import ROOT, began, cost, make_history, trained
 from tests.workspace import Workspace
 
-HANDFUL = 5
+HANDFUL = 6
+"""Small files that several duties of a job read by themselves, such as the membership in a sweep or in stages."""
 
 
 def assert_views_hold_what_counts(run: Run) -> None:
