@@ -133,8 +133,7 @@ def _sacct_rows(which: str, since: float, columns: str, *options: str) -> list[l
 
 
 def _rows(command: Sequence[str], columns: int) -> list[list[str]]:
-    text = ask_slurm(command) or ""
-    return [row for line in text.splitlines() if len(row := line.split("|")) == columns]
+    return [row for line in (ask_slurm(command) or "").splitlines() if len(row := line.split("|")) == columns]
 
 
 def _newest_ended(rows: Sequence[list[str]], *, ran: Callable[[list[str]], bool]) -> list[str] | None:

@@ -305,8 +305,7 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
 
 
 def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
-    size = sum(file.size for file in files)
-    return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({size:,} bytes)"
+    return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({sum(file.size for file in files):,} bytes)"
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -223,8 +223,7 @@ def is_unchanged(path: str, now: InputFile, then: InputFile, known: str) -> bool
         return False
     if now[2] != then[2]:
         return known.startswith(_WHOLE) and file_content_hash(path) == known
-    no_time = now[2] == 0 and known.startswith(_ENDS)
-    return not no_time or file_content_hash(path) == known
+    return now[2] != 0 or not known.startswith(_ENDS) or file_content_hash(path) == known
 
 
 class ShardFolder:

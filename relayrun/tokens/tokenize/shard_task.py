@@ -291,11 +291,14 @@ def _encode_ahead(job: TokenizeContext, files: Sequence[InputFile], engine: Engi
         looked[file] = None
         with contextlib.suppress(RelayrunError, OSError):
             path = join_path(job.dataset, file[0])
-            arrays = [*read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output)]
-            array = pa.concat_arrays([large_strings([]), *(each.cast(pa.large_string()) for each in arrays)])
-            if array.nbytes <= options.batch_bytes and len(array) <= options.batch_documents:
-                found[file] = array
-                left -= array.nbytes
+            arrays, room = [large_strings([])], options.batch_bytes
+            for each in read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output):
+                if (room := room - each.nbytes) < 0:
+                    break  # a few compressed bytes can be much text
+                arrays.append(each.cast(pa.large_string()))
+            if room >= 0 and sum(map(len, arrays)) <= options.batch_documents:
+                found[file] = pa.concat_arrays(arrays)
+                left -= options.batch_bytes - room
     texts = [array.drop_null() for array in found.values()]
     try:
         ids, lengths = engine.encode(PackedTexts.from_arrow(pa.concat_arrays(texts)))
