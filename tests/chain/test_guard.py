@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,6 +98,21 @@ def test_a_batch_script_that_still_closes_its_attempt_is_waited_for(begun: Stage
     guard.setattr("relayrun.control.scheduler.slurm.Slurm.cancelled", lambda *_, **__: False)
     guarded(begun)
     assert not begun.slurm.pending()
+
+
+def test_nothing_is_judged_before_slurm_says_that_the_job_ends(begun: Stage, guard: pytest.MonkeyPatch) -> None:
+    alive = [True]
+    guard.setattr(watch, "is_process_alive", lambda _pid: alive[0])
+    guard.setattr(watch.signal, "sigwait", lambda _signals: alive.__setitem__(0, False))
+    reached = guarded(begun)
+    assert "the batch script of attempt 4 was killed" in reached.output
+
+
+def test_the_watch_of_an_attempt_follows_its_program(begun: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Mock()
+    monkeypatch.setattr(watch, "trainer_of", lambda *_: program)
+    assert watch.Watch(begun.run, 4)._observing() is not None
+    assert watch.Watch(begun.run, 5)._observing() is None  # one that has not begun
 
 
 def test_a_job_with_a_successor_is_left_alone(begun: Stage, guard: pytest.MonkeyPatch) -> None:
