@@ -114,11 +114,13 @@ def test_a_reservation_ends_the_chain_as_soon_as_no_job_fits_before_its_end(
     assert (stop_reason(begun.run) or "").startswith("reservation camp ends at ") is ended
 
 
-def test_what_slurm_accepted_is_left_out_where_it_does_not_answer(begun: Stage) -> None:
-    slurm = Mock()
-    slurm.query.side_effect = SchedulerError("no answer")
-    requested_options.record_accepted(begun.run, slurm, "77")
-    assert requested_options.read_requests(begun.run).accepted.get("77", {}) == {}
+def test_what_slurm_accepted_is_left_out_where_it_does_not_answer(
+    begun: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Mock(side_effect=SchedulerError("no answer"))
+    monkeypatch.setattr(requested_options, "scheduler_for_plan", lambda *_, **__: Mock(query=slurm))
+    requested_options.record_accepted(begun.run, Plan.load(begun.run), "77")
+    assert requested_options.read_requests(begun.run).accepted["77"] == {}
 
 
 def test_a_fallback_job_that_ends_the_chain_starts_the_runs_behind_it(
