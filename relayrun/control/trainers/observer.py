@@ -56,8 +56,7 @@ class CurrentRestartObserver:
         elif not over.recorded:
             self.conclude(over.exit_code)
             output, log = [file_size(path) for path, _ in job_output_files(self._begin)] or (0, 0)
-            told = replace(over, recorded=True, log_offset=log, output_offset=output)
-            told.write(self._attempt.hand_over)
+            replace(over, recorded=True, log_offset=log, output_offset=output).write(self._attempt.hand_over)
             self._observer = None  # the next restart has another base and another log
 
     def conclude(self, exit_code: int | None) -> None:

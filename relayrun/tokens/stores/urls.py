@@ -294,8 +294,7 @@ def hash_file_ends(path: str) -> str:
     """Return the SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
     with open_input(path) as file:
         digest = hashlib.sha256(file.read(_END_BYTES))
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _END_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
         digest.update(file.read())
     return digest.hexdigest()
 

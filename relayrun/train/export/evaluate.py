@@ -174,8 +174,7 @@ def _evaluated(run: Run, folder: EvaluationDir, *, in_job: bool) -> EvaluationRe
     """Evaluate one checkpoint; an error is a result, too."""
     started = time.time()
     job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
-    claim = EvaluationClaim(job_id=job_id, node=socket.gethostname(), time=started)
-    claim.write(folder.claim)
+    EvaluationClaim(job_id=job_id, node=socket.gethostname(), time=started).write(folder.claim)
     about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": job_id}
     keep = False
     try:
