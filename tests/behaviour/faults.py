@@ -303,8 +303,8 @@ FAULTS = (
         name="an epoch has a window too many",
         room="data",
         function="WindowDataset.__len__",
-        old="self._starts[-1] - 1",
-        new="self._starts[-1]",
+        old="self.starts[-1] - 1",
+        new="self.starts[-1]",
         tests=("test_every_token_is_a_label_exactly_once_per_epoch",),
     ),
     Fault(
