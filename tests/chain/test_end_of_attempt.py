@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +21,7 @@ from tests.plans import plan_with
 from .exhaustion import Reached, run_child
 from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
 from .test_fallback_job import run_fallback_job
+from .test_real_limits import begun_in_a_reservation
 
 
 @pytest.fixture
@@ -99,19 +99,24 @@ def test_the_end_of_a_chain_starts_the_next_runs_with_patience(
     assert f"'patience': {wanted}" in reached.output, reached.output
 
 
-@pytest.mark.parametrize(("left", "ended"), [(100_000.0, False), (5.0, True)])
+@pytest.mark.parametrize(("left", "ended"), [(None, False), (100_000.0, False), (5.0, True)])
 def test_a_reservation_ends_the_chain_as_soon_as_no_job_fits_before_its_end(
-    begun: Stage, monkeypatch: pytest.MonkeyPatch, left: float, *, ended: bool
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    left: float | None,
+    *,
+    ended: bool,
 ) -> None:
-    attempt = begun.run.attempt(4)
-    started = attempt.started_record()
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
-    for job in ("1", *begun.slurm.pending(), *begun.slurm.fallback_jobs()):
-        begun.slurm.set(job, reservation="camp")
-    monkeypatch.setattr(Slurm, "reservation_end", lambda _, __, for_good=False: time.time() + left)
-    trained(begun.run, 4, 30, 40)
-    ends(begun, 0)
-    assert (stop_reason(begun.run) or "").startswith("reservation camp ends at ") is ended
+    """`left`: seconds to its end; None: Slurm does not say."""
+    begun_in_a_reservation(stage)
+    for job in ("1", *stage.slurm.pending(), *stage.slurm.fallback_jobs()):
+        stage.slurm.set(job, reservation="camp")
+    end = None if left is None else time.time() + left
+    monkeypatch.setattr(Slurm, "reservation_end", lambda _, __, for_good=False: end)
+    trained(stage.run, 4, 30, 40)
+    ends(stage, 0)
+    assert (stop_reason(stage.run) or "").startswith("reservation camp ends at ") is ended
+    assert (stop_reason(stage.run) is None, len(stage.slurm.pending())) == (not ended, int(not ended))
 
 
 def test_what_slurm_accepted_is_left_out_where_it_does_not_answer(

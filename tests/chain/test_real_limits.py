@@ -28,6 +28,14 @@ def ended(stage: Stage) -> None:  # noqa: F811
     assert reached.code in (0, supervisor.EXIT_ATTEMPT_FAILED), reached.output
 
 
+def begun_in_a_reservation(stage: Stage) -> None:  # noqa: F811
+    """Begin attempt 4 in job 1, which got the reservation `camp`."""
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.started_record()
+    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+
+
 @pytest.mark.parametrize(
     ("grace_period", "floor", "ceiling", "within"),
     [
@@ -151,11 +159,7 @@ def test_a_requeued_job_does_not_keep_a_lowered_time_limit(stage: Stage) -> None
 @pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])
 def test_a_job_that_its_reservation_ended_is_the_last_one(stage: Stage, held: str) -> None:  # noqa: F811
     """Slurm has taken the reservation from the job that it ends, and holds those that wait."""
-    assert fresh_begin(stage).code == 0
-    attempt = stage.run.attempt(4)
-    started = attempt.read_begin()
-    assert started is not None
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    begun_in_a_reservation(stage)
     for job in (*stage.slurm.pending(), *stage.slurm.fallback_jobs()):
         stage.slurm.set(job, state=held, **{"reservation": "camp"} if held == "PENDING" else {})
     ended(stage)
@@ -165,28 +169,8 @@ def test_a_job_that_its_reservation_ended_is_the_last_one(stage: Stage, held: st
     assert {job["state"] for key, job in stage.slurm.jobs().items() if key != "1"} == {"CANCELLED"}
 
 
-def test_a_reservation_whose_end_slurm_does_not_say_does_not_end_the_chain(
-    stage: Stage,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert fresh_begin(stage).code == 0
-    attempt = stage.run.attempt(4)
-    started = attempt.started_record()
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
-    for job in ("1", *stage.slurm.pending(), *stage.slurm.fallback_jobs()):
-        stage.slurm.set(job, reservation="camp")
-    monkeypatch.setattr(Slurm, "reservation_end", lambda _, __, for_good=False: None)
-    ended(stage)
-    assert stop_reason(stage.run) is None
-    assert len(stage.slurm.pending()) == 1
-
-
 def test_a_successor_that_a_person_moved_out_of_the_reservation_goes_on(stage: Stage) -> None:  # noqa: F811
-    assert fresh_begin(stage).code == 0
-    attempt = stage.run.attempt(4)
-    started = attempt.read_begin()
-    assert started is not None
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    begun_in_a_reservation(stage)
     ended(stage)
     assert stop_reason(stage.run) is None
     assert len(stage.slurm.pending()) == 1
@@ -196,11 +180,7 @@ def test_a_reservation_of_every_day_does_not_end_the_chain(
     stage: Stage,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert fresh_begin(stage).code == 0
-    attempt = stage.run.attempt(4)
-    started = attempt.read_begin()
-    assert started is not None
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    begun_in_a_reservation(stage)
     stage.slurm.set("1", reservation="camp")
     (job,) = stage.slurm.pending()
     stage.slurm.set(job, reservation="camp")
@@ -242,11 +222,7 @@ def test_a_chain_whose_jobs_each_save_one_interval_and_leave_ends(stage: Stage) 
 
 
 def test_slurm_may_have_forgotten_a_job_of_a_reservation(stage: Stage) -> None:  # noqa: F811
-    assert fresh_begin(stage).code == 0
-    attempt = stage.run.attempt(4)
-    started = attempt.read_begin()
-    assert started is not None
-    replace(started, options={**started.options, "reservation": "camp"}).write(attempt.begin)
+    begun_in_a_reservation(stage)
     stage.slurm.write({key: job for key, job in stage.slurm.jobs().items() if key != "1"})
     ended(stage)
     assert stop_reason(stage.run) is None

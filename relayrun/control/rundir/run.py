@@ -78,7 +78,7 @@ class Run:
     """Who is told of what, by the newest submit; see `control.notify.notices`."""
     mirror = PathIn("mirror")
     mirror_policy = PathIn("mirror/policy.json")
-    """Where checkpoints are copied to, by the newest submit; see `rundir.mirror`."""
+    """The folder that gets copies of the checkpoints, by the newest submit; see `rundir.mirror`."""
     mirror_pass = PathIn("mirror/last.json")
     quota = PathIn("quota.json")
     requests = PathIn("requests.json")

@@ -59,7 +59,7 @@ class ShardEntry:
     pass_of: int | None = None
     """Number of the first shard of the data set that reads the same .bin, in another pass of a mixture."""
     first_token: int = 0
-    """Where in the .bin a part of a shard begins, in tokens."""
+    """First token of the .bin that is read: 0, or the begin of the part that a split leaves."""
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:

@@ -64,7 +64,7 @@ class TensorPart(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """Where a rank's part of a tensor lies."""
+    """The place of a part of a tensor in the copies of the ranks of a node."""
 
     rank: int
     """The rank whose copy has it."""
