@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
+ORDER = "tests.training.megatron_order:MegatronOrder"
+"""Megatron-LM's samples, so that losses are of the same ones."""
 _LINE = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
@@ -71,7 +73,7 @@ def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int =
             "num_query_groups": 2,
             "rotary_base": 10000,
         },
-        "data": {"tokenizer": str(tokenizer), "datasets": [str(data.parent)], "order": "megatron"},
+        "data": {"tokenizer": str(tokenizer), "datasets": [str(data.parent)], "order": ORDER},
         "training": {
             "steps": steps,
             "micro_batch_size": 2,
