@@ -93,7 +93,7 @@ def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int =
         },
         "checkpoint": {"interval": 10, "load": load},
         "job": {"time": "30", "ntasks_per_node": 1},
-        "cluster": {"name": "local", "scheduler": "local"},
+        "cluster": {"name": "local", "scheduler": "local", "environment": {"PYTHONPATH": str(ROOT)}},
     }
     (folder / "run.yaml").write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     run([sys.executable, "launchers/submit.py", str(folder / "run.yaml")], dict(os.environ), ROOT)

@@ -16,6 +16,7 @@ import pytest
 
 from relayrun.tokens.order import document_packing
 from relayrun.tokens.order.document_packing import KEPT_OPENINGS, RowCountCache
+from relayrun.tokens.stores.direct_io import file_checksum
 
 RIGHT = np.cumsum(np.arange(90), dtype=np.int64)
 
@@ -24,7 +25,7 @@ def read(folder: Path, opening: str | None = None) -> list[int]:
     def build() -> npt.NDArray[np.int64]:
         return RIGHT
 
-    return RowCountCache(folder, "d", opening=opening).read_or_build(build).tolist()
+    return [int(each) for each in RowCountCache(folder, "d", opening=opening).read_or_build(build)]
 
 
 def test_what_is_there_serves_the_next_opening(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
 ) -> None:
     """Each with a lock of its own, as processes have. A damaged one is built once, and seen whole by all."""
     compared: list[int] = []
-    compare = document_packing.file_checksum
+    compare = file_checksum
 
     def counted(path: Any) -> Any:
         compared.append(1)

@@ -256,7 +256,7 @@ class RowCountCache:
                         openings = {**self._openings(), self._opening: self._stamps()}
                         with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
                             write_json(self._checked, dict([*openings.items()][-KEPT_OPENINGS:]), durable=False)
-            return np.load(self._path, mmap_mode="r", allow_pickle=False)
+            return np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False), np.int64)
 
     def _is_verified(self) -> bool:
         """True if a process of this opening has verified the present file."""
