@@ -229,7 +229,7 @@ def check_same(prefix: str, seq_length: int, micro: int, *, flags: bool) -> None
     """In Megatron's order, both loaders give the same tensors."""
     import torch
 
-    from relayrun.tokens.order.megatron import MegatronOrder
+    from tests.training.megatron_order import MegatronOrder
 
     same = MegatronOrder(DatasetSpec(name="t", seed=1, seq_length=seq_length, manifest=DatasetManifest.build([prefix])))
     other = megatron_dataset(prefix, seq_length, reset_position_ids=flags, eod_mask_loss=flags)

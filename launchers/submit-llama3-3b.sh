@@ -33,7 +33,7 @@ export LOG_NCCL="${LOG_NCCL:-}"                   # false; these four: relayrun 
 export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
 export MOCK_DATA="${MOCK_DATA:-}"                 # false
 export BACKUP_CODEBASE="${BACKUP_CODEBASE:-}"     # false
-export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # none; indices of data.order=megatron
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # none; numbers of rows that were counted once
 export PROJECT_NAME="${PROJECT_NAME:-}"           # relayrun
 export EXP_NAME="${EXP_NAME:-}"                   # llama3-3b
 

@@ -141,7 +141,7 @@ def test_a_mapping_is_one_whatever_its_file_is_called(workspace: Workspace) -> N
         ({"a": {"path": "/x", "weight": -1}}, "greater than 0"),
         ({"a": {"path": "/x", "weight": float("inf")}}, "valid number"),
         ({"a": {"weight": 1}}, "mixture.a: this data set has no path"),
-        ({"a": {"path": "/x", "weight": 1, "order": "windows"}}, "none of window, document-window, megatron"),
+        ({"a": {"path": "/x", "weight": 1, "order": "windows"}}, "none of window, document-window, module:callable"),
         ({"a b": {"path": "/x", "weight": 1}}, "match pattern"),
     ],
 )

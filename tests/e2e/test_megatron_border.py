@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-5
+ORDER = "tests.training.megatron_order:MegatronOrder"
+"""Megatron-LM's samples, so that losses are of the same ones."""
 _LINE = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
@@ -71,7 +73,7 @@ def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int =
             "num_query_groups": 2,
             "rotary_base": 10000,
         },
-        "data": {"tokenizer": str(tokenizer), "datasets": [str(data.parent)], "order": "megatron"},
+        "data": {"tokenizer": str(tokenizer), "datasets": [str(data.parent)], "order": ORDER},
         "training": {
             "steps": steps,
             "micro_batch_size": 2,
@@ -91,7 +93,7 @@ def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int =
         },
         "checkpoint": {"interval": 10, "load": load},
         "job": {"time": "30", "ntasks_per_node": 1},
-        "cluster": {"name": "local", "scheduler": "local"},
+        "cluster": {"name": "local", "scheduler": "local", "environment": {"PYTHONPATH": str(ROOT)}},
     }
     (folder / "run.yaml").write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     run([sys.executable, "launchers/submit.py", str(folder / "run.yaml")], dict(os.environ), ROOT)

@@ -45,7 +45,7 @@ DIFFERENCES: dict[str, tuple[Words, Words, str]] = {
 }
 """Flags that differ in every run: the earlier launcher's words, ours, and why."""
 
-READER = "relayrun's own reader; `data.order: megatron` reads as Megatron-LM does"
+READER = "relayrun's own reader"
 NATIVE: dict[str, tuple[Words, Words, str]] = {
     "train-iters": (("500",), ("5000",), "a run of 12 hours, not of 20 minutes; TRAINING_STEPS sets it"),
     "tokenizer-model": (

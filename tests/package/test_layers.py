@@ -26,7 +26,6 @@ PLAIN_SECTIONS = tuple(
 HEAVY = ("train",)
 """Rooms that may import torch and megatron-core; and so may:"""
 HEAVY_MODULES = (
-    PACKAGE / "tokens" / "order" / "megatron.py",
     PACKAGE / "lab" / "loss_terms.py",
     PACKAGE / "loader" / "torch_batches.py",
     PACKAGE / "loader" / "trainer_samples.py",

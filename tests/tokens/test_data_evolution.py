@@ -186,8 +186,8 @@ def test_a_tokenizer_that_gives_the_same_ids_is_taken(data: Data) -> None:
 
 
 def test_another_order_of_one_data_set_begins_it_anew(data: Data) -> None:
-    mixture = {"a": {"path": str(data.folder / "a"), "weight": 1, "order": "megatron"}}
-    with pytest.raises(InputError, match=r"a: order and options were .*window.*megatron"):
+    mixture = {"a": {"path": str(data.folder / "a"), "weight": 1, "order": "document-window"}}
+    with pytest.raises(InputError, match=r"a: order and options were .*window.*document-window"):
         data.submit(data.config(mixture=mixture))
     assert data.submit(data.config(mixture=mixture), accept=True).config.data.sources["a"].edition == 2
 

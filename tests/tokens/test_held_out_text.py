@@ -19,8 +19,7 @@ from relayrun.errors import InputError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import command_line
 from relayrun.tokens.mixture.create_mixture import create_mixture
-from relayrun.tokens.order.datasets import DatasetSpec, WindowOrder
-from relayrun.tokens.order.megatron import MegatronOrder
+from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import expand_paths
@@ -204,15 +203,12 @@ def mixed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("split", [0.01, 0.1, 0.3, 0.5, 0.9])
-@pytest.mark.parametrize("order", ["window", "megatron"])
-def test_a_split_holds_out_documents_of_all_passes_together(mixed: Path, order: str, split: float) -> None:
+def test_a_split_holds_out_documents_of_all_passes_together(mixed: Path, split: float) -> None:
     """Passes over a data set and the part of a last one read the same documents: by their first tokens."""
     shards = build(mixed / "mixture", split=split).datasets["train"]
     assert {shard.pass_of for shard in shards.shards} > {None}
     held_out = WindowOrder(shards, seq_length=4, seed=1, split=split, held_out=True)
-    training: Any = WindowOrder(shards, seq_length=4, seed=1, split=split)
-    if order == "megatron":
-        training = MegatronOrder(DatasetSpec(name="d", seed=1, seq_length=4, split=split, manifest=shards))
+    training = WindowOrder(shards, seq_length=4, seed=1, split=split)
     sides = []
     for side in (training, held_out):
         places = {(each.prefix, each.document) for i in range(len(side)) for each in side.origins(0, i)}

@@ -93,7 +93,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_anything_is_queued(wor
     assert not (workspace.folder / "run").exists()
 
 
-@pytest.mark.parametrize("order", ["window", "megatron"])
+@pytest.mark.parametrize("order", ["window", "document-window"])
 def test_two_swapped_ids_are_found_through_the_links_of_a_mixture(workspace: Workspace, order: str) -> None:
     create_mixture([workspace.folder / "dump"], [1.0], workspace.folder / "mixture")
     other = changed(workspace, "swapped", swapped)

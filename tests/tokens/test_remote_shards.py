@@ -220,8 +220,8 @@ def test_a_config_with_a_url_gives_the_samples_of_the_local_one(stored: str, fol
     [
         ({"datasets": ["s3://bucket/web"]}, "set data.shard_cache_dir"),
         (
-            {"datasets": ["s3://b/web"], "order": "megatron", "shard_cache_dir": "/scratch"},
-            "order megatron reads local shards, and s3://b/web is a URL",
+            {"datasets": ["s3://b/web"], "order": "a:b", "shard_cache_dir": "/scratch"},
+            "order a:b reads local shards, and s3://b/web is a URL",
         ),
         ({"datasets": ["a"], "validation": {"v": ["s3://b/v"]}}, "validation sets are read from local folders"),
     ],

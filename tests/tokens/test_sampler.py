@@ -84,10 +84,10 @@ def test_each_difference_is_named() -> None:
     with pytest.raises(FatalTrainingError, match=r"repeated: seed was 1, is 2\n"):
         order({"a": 1, "b": 1}, seed=2).resume(state)
     with pytest.raises(FatalTrainingError) as caught:
-        order({"a": 1, "b": 1}, a={"fingerprint": "f" * 64, "order": "megatron"}).resume(state)
+        order({"a": 1, "b": 1}, a={"fingerprint": "f" * 64, "order": "a:b"}).resume(state)
     text = str(caught.value)
     assert "fingerprint of data set 'a' was 'aaaaaaaaaaaa…', is 'ffffffffffff…'" in text
-    assert "order of data set 'a' was None, is 'megatron'" in text
+    assert "order of data set 'a' was None, is 'a:b'" in text
     assert "'b'" not in text
 
 

@@ -212,7 +212,7 @@ def test_a_file_in_two_streams_is_refused(data: Data) -> None:
     ("settings", "words"),
     [
         ({"lanes": 9}, "data.lanes 9 is no multiple of the data-parallel size 2"),
-        ({"order": "megatron"}, "source: parquet is read with order: window or document-window, not megatron"),
+        ({"order": "a:b"}, "source: parquet is read with order: window or document-window, not a:b"),
         ({"source": "tokens", "stream": {}}, "stream belongs to source: parquet, jsonl or arrow"),
         ({"source": "arrow", "stream": {"filters": "a == 1"}}, "stream.filters needs source: parquet or jsonl"),
         ({"source": "jsonl", "stream": {"extra_columns": ["a"], "map": "a:b"}}, "extra_columns needs source: parquet"),

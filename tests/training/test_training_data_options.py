@@ -1,10 +1,9 @@
-"""Data options in real training: Megatron's order with a cache, a split, documents kept apart; over two layouts."""
+"""Data options in real training: a split, documents kept apart; over two layouts."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from relayrun.files import read_json
 
 
 @pytest.mark.slow
-def test_two_layouts_train_alike_with_every_data_option(harness: Callable[..., Any], tmp_path: Path) -> None:
-    """From one checkpoint, data-parallel and pipeline ranks see the same samples and masks, and share one cache."""
+def test_two_layouts_train_alike_with_every_data_option(harness: Callable[..., Any]) -> None:
+    """From one checkpoint, data-parallel and pipeline ranks see the same samples and masks."""
     data = {
         "tokenizer": "none",
         "datasets": ["none"],
-        "order": "megatron",
         "split": 0.05,
-        "data_cache_dir": str(tmp_path / "cache"),
         "reset_position_ids": True,
         "reset_attention_mask": True,
         "eod_mask_loss": True,
@@ -51,10 +48,7 @@ def test_two_layouts_train_alike_with_every_data_option(harness: Callable[..., A
         assert sorted(evaluation) == ["held-out", "train"]  # by path, and what the split holds out
         evaluations.append(list(evaluation.values()))
         state = read_json(attempt.directory.data)
-        assert state["datasets"]["train"]["order"] == "megatron"
+        assert state["datasets"]["train"]["order"] == "window"
         assert state["consumed_samples"] == 8
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
-    (checked,) = (tmp_path / "cache").glob("*-checked.json")
-    assert len(read_json(checked)) == 3, "one opening for the ranks of each attempt"

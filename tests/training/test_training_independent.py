@@ -87,7 +87,8 @@ def test_an_independent_loop_has_our_losses(
     masked = mean is not None
     options = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), masked)
     made = harness(
-        data={"tokenizer": "none", "datasets": ["none"], "order": "megatron"} | options,
+        data={"tokenizer": "none", "datasets": ["none"], "order": "tests.training.megatron_order:MegatronOrder"}
+        | options,
         training={"steps": STEPS, "seq_length": LENGTH, "loss_mean": mean},
         optimizer=OPTIMIZER,
         checkpoint={"load": str(imported), "finetune": True},

@@ -318,7 +318,7 @@ def _settings_without_flag(config: MegatronConfig) -> Iterator[ConfigError]:
             getattr(settings, name),
             type(settings).model_fields[name].get_default(call_default_factory=True),
         )
-        if value != default and (setting, value) != ("data.order", "megatron"):
+        if value != default:
             shown = value.model_dump() if isinstance(value, Section) else value
             yield ConfigError(
                 f"{shown!r} has no meaning for trainer megatron-lm: {why}",
@@ -345,7 +345,7 @@ def _settings_without_flag(config: MegatronConfig) -> Iterator[ConfigError]:
                 where=f"data.mixture.{name}.source",
                 hint="tokenize it (relayrun dumps), or train with trainer: native",
             )
-        if source.order not in (None, "window", "megatron", "mock") or (source.options and not data.mock_data):
+        if source.order not in (None, "window", "mock") or (source.options and not data.mock_data):
             yield ConfigError(
                 "Megatron-LM has an order of its own", where=f"data.mixture.{name}", hint="leave out order and options"
             )

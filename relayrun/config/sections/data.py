@@ -173,7 +173,7 @@ class DataSource(Section):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
-    """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
+    """`window`, `document-window` or `module:callable`; default: data.order."""
     document_window: DocumentWindowSection | None = None
     """Cut and packing of this data set's documents; default: data.document_window."""
     source: SourceKind = "tokens"
@@ -205,7 +205,7 @@ class DataSource(Section):
 
 _WITHOUT_EFFECT_ON_MOCK_DATA = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
 """Settings that `mock_data` replaces."""
-_ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ORDER = re.compile(r"window|document-window|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class DataSection(Section):
@@ -227,12 +227,12 @@ class DataSection(Section):
     """Held-out share of each data set, the documents at its end: a validation set of the data set's name."""
     order: str = "window"
     """Cut and shuffle of a data set's windows: `window`, without an index; `document-window`, windows that never cross
-    a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
+    a document; `module:callable`, a user's own."""
     document_window: DocumentWindowSection | None = None
     """Default cut and packing for data sets of `order: document-window`."""
     data_cache_dir: OutputPath | None = None
-    """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the row
-    counts of `order: document-window`, which are otherwise kept in the run directory."""
+    """Folder for the row counts of `order: document-window`, which are otherwise kept in the run directory, and for
+    Megatron-LM's indices."""
     shard_cache_dir: OutputPath | None = None
     """Folder on each node's own disk that caches blocks of token shards below URLs; required for such shards."""
     shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
@@ -345,7 +345,7 @@ class DataSection(Section):
         for name, source in self.sources.items():
             order = source.order or self.order
             if not _ORDER.fullmatch(order):
-                raise ValueError(f"order {order!r} is none of window, document-window, megatron, module:callable")
+                raise ValueError(f"order {order!r} is none of window, document-window, module:callable")
             own = ":" in order or order == MOCK_ORDER
             self._check_stream(name, order)
             if source.loss_mask and ":" not in order:

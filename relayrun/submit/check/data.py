@@ -112,9 +112,6 @@ def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[Datas
         yield frozen.datasets[identity]
 
 
-WINDOW_ORDERS = ("window", "megatron")
-"""Orders that cut a stream of tokens into windows. A user's own order alone knows its windows."""
-
 MAX_PACKED_DOCUMENTS = 1_000_000
 """Documents of a data set of `order: document-window` whose rows a check counts, which takes some seconds."""
 
@@ -183,7 +180,7 @@ def _count_windows(config: RunConfig, manifest: Manifest, name: str) -> int | No
         document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
     elif data.split and any(is_url(shard.prefix) for shard in shards.shards):
         return None  # ranks read an .idx for it, through the cache of their node
-    elif (data.sources[name].order or data.order) in WINDOW_ORDERS:
+    elif (data.sources[name].order or data.order) == "window":
         return len(WindowOrder(shards, seq_length=length, seed=0, name=name, split=data.split))
     return None
 

@@ -22,10 +22,7 @@ from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so runs with other seeds are evaluated on the same windows."""
-_OWN_ORDERS = {
-    "megatron": "relayrun.tokens.order.megatron:MegatronOrder",
-    MOCK_ORDER: "relayrun.tokens.order.datasets:MockDataset",
-}
+_MOCK_DATASET = "relayrun.tokens.order.datasets:MockDataset"
 
 
 def training_order(
@@ -199,7 +196,7 @@ def _index_folder(config: RunConfig, cache: Path | None) -> Path | None:
 def dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
     """Return what makes data sets of this order. Raises ConfigError."""
     try:
-        found = pkgutil.resolve_name(_OWN_ORDERS.get(order, order))
+        found = pkgutil.resolve_name(_MOCK_DATASET if order == MOCK_ORDER else order)
     except (ImportError, AttributeError) as error:
         hint = "write module:callable, and put its folder on PYTHONPATH"
         raise ConfigError(f"order {order!r} cannot be imported: {error}", where=where, hint=hint) from None

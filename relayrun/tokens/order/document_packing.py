@@ -12,11 +12,14 @@ data-order` lists the packings; greedy, first_fit and best_fit cost below 1, abo
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
+import os
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,13 +30,14 @@ import numpy.typing as npt
 
 from relayrun.config.sections.data import DocumentWindowSection, Packing
 from relayrun.errors import ConfigError
+from relayrun.files import atomic_file, read_json, write_json
 from relayrun.tokens.order.datasets import SampleSegment
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
-from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.order.permutation import epoch_permutations
 from relayrun.tokens.order.remote_shards import BlockCache
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.shards.manifest import DatasetManifest
+from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ PACKING_VERSION = 1
 """Version of the packing: counts of another version are not reused."""
 CACHED_BLOCKS = 256
 """Packed blocks that are kept in memory, most recent first."""
+KEPT_OPENINGS = 8
+"""Number of most recent openings on record: several runs may share a folder of counts."""
 
 RowPieces = list[tuple[int, int, int]]
 """Windows of a row in order: number, first token, and the token behind the last one."""
@@ -177,8 +183,7 @@ class PackedRows:
         if cache is None:
             return self._counted()
         try:
-            kept = IndexCache(cache, self._identity(), opening=opening, parts=("rows",))
-            return kept.read_or_build(lambda: [self._counted()])[0]
+            return RowCountCache(cache, self._identity(), opening=opening).read_or_build(self._counted)
         except OSError as error:
             log.warning("the rows of a data set are counted at every start, and not kept in %s: %s", cache, error)
             return self._counted()
@@ -210,6 +215,89 @@ class PackedRows:
             return sizes, sizes[:0], np.cumsum([0, *sizes.tolist()], dtype=np.int64)
         rows = assign_rows(sizes, self._room, self.packing)
         return sizes, np.argsort(rows, kind="stable"), np.cumsum([0, *np.bincount(rows).tolist()], dtype=np.int64)
+
+
+class RowCountCache:
+    """The rows before each block of a data set, counted once and kept in a folder, for all ranks and attempts.
+
+        HASH-rows.npy          the counts; synced, then renamed
+        HASH-checksums.json    bytes and XXH3-128 of them, written last
+        HASH-checked.json      openings that verified the file, with size and time
+        HASH.lock              shared for reading, exclusive to verify and build
+
+    Wrong counts give wrong samples without an error, so the file is compared with its checksum on opening; a mismatch
+    rebuilds it, which gives the same bytes. The ranks of an attempt share an opening: the first rank compares and
+    records it in HASH-checked.json; the others verify on their own only if size or time differ.
+    """
+
+    def __init__(self, folder: Path, name: str, *, opening: str | None = None) -> None:
+        """`name`: the hash of everything that the counts depend on. `opening`: the identity of the ranks that open the
+        cache together; None for a single process."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = folder / f"{name}.lock"
+        self._path = folder / f"{name}-rows.npy"
+        self._record = folder / f"{name}-checksums.json"
+        self._checked = folder / f"{name}-checked.json"
+        self._opening = opening
+
+    def read_or_build(self, build: Callable[[], npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """Return the counts, mapped into memory. The first process builds it while the others wait."""
+        with self._lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if not self._is_verified() and (self._opening is not None or self._fault() is not None):
+                # the upgrade releases the lock in between: another process may build first
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self._is_verified():
+                    if (fault := self._fault()) is not None:
+                        if self._path.exists():
+                            log.warning("the kept counts of rows are built anew: %s", fault)
+                        self._build(build)
+                    if self._opening is not None:
+                        openings = {**self._openings(), self._opening: self._stamps()}
+                        with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
+                            write_json(self._checked, dict([*openings.items()][-KEPT_OPENINGS:]), durable=False)
+            return np.asarray(np.load(self._path, mmap_mode="r", allow_pickle=False), np.int64)
+
+    def _is_verified(self) -> bool:
+        """True if a process of this opening has verified the present file."""
+        if self._opening is None:
+            return False
+        stamps = self._stamps()
+        return stamps is not None and self._openings().get(self._opening) == stamps
+
+    def _openings(self) -> dict[str, Any]:
+        """Return size and time of change (ns) of the verified files by opening, oldest first."""
+        try:
+            found = read_json(self._checked)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _stamps(self) -> list[list[int]] | None:
+        """Return size and time of change (ns) of the present files; None if a file is missing."""
+        try:
+            return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, (self._path, self._record))]
+        except FileNotFoundError:
+            return None
+
+    def _fault(self) -> str | None:
+        """Return the defect of the file; None: it equals what was built."""
+        try:
+            record = read_json(self._record)
+            if {"bytes": self._path.stat().st_size, "xxh3_128": file_checksum(self._path)} != record[self._path.name]:
+                return f"{self._path} is not what was built"
+        except FileNotFoundError as error:
+            return f"{error.filename} is missing"
+        except (ValueError, KeyError, TypeError):
+            return f"{self._record} does not fit its file"
+        return None
+
+    def _build(self, build: Callable[[], npt.NDArray[np.int64]]) -> None:
+        self._record.unlink(missing_ok=True)  # it would vouch for an old file
+        with atomic_file(self._path) as temporary, temporary.open("wb") as file:
+            hashed = HashingFile(file)
+            np.save(hashed, build(), allow_pickle=False)
+        write_json(self._record, {self._path.name: {"bytes": hashed.bytes, "xxh3_128": hashed.hexdigest()}})
 
 
 def document_cut(

@@ -94,7 +94,7 @@ def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
         "model": model_section(checkpoint).model_dump(mode="json"),
         "training": training.model_dump(mode="json", exclude_unset=True, exclude_none=True),
         "optimizer": optimizer.model_dump(mode="json", exclude_unset=True, exclude_none=True),
-        "data": {"order": "megatron", **data},
+        "data": data,
         "parallel": {"use_distributed_optimizer": checkpoint.distributed is not None},
     }
     if isinstance(interval := args.get("save_interval"), int):
@@ -134,8 +134,8 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
         words.append("the state of the rerun machine")
     if args.get("data_path") or args.get("train_data_path") or args.get("data_args_path"):
         words.append(
-            f"the data: only that {checkpoint.consumed_samples} samples were read; with `data.order: megatron`, the "
-            "same shards as one data set and the same seed, the next samples are those that it would have read"
+            f"the data: only that {checkpoint.consumed_samples} samples were read; no order of relayrun is that of "
+            "Megatron-LM, so set checkpoint.no_load_data: true, which begins the data anew"
         )
     words += [
         f"--{name.replace('_', '-')} {_text(args[name])}: there is no such setting"
