@@ -303,7 +303,7 @@ STEPS: list[Any] = [
     "c4_bad_words",
     {"unigram_log_prob": {"logprobs_threshold": -18.6}},
 ]
-if importlib.util.find_spec("tldextract") and importlib.util.find_spec("ahocorasick"):
+if all(map(importlib.util.find_spec, ("tldextract", "ahocorasick", "fasteners"))):
     STEPS.append({"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}})
 
 

@@ -46,6 +46,8 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preprocessing-metadata-folder", required=True, metavar="M", help=made)
     add("--filter-in", **several, help="keep files whose path below D contains any of these (case-sensitive)")
     add("--filter-out", **several, help="leave out files whose path below D contains any of these")
+    given = "take the files that end so, in place of the known ones, for the `reader` of the YAML (.warc.gz)"
+    add("--ending", action="append", default=[], metavar="ENDING", help=given)
     add("--all-splits", action="store_true", help="take validation and test sets beside other text, too")
     add("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
     estimate = "for the estimate of hours (default: %(default)s)"
@@ -63,6 +65,7 @@ def run_split_into_dumps(options: argparse.Namespace) -> int:
         filter_out=options.filter_out,
         n_dumps=options.n_dumps,
         all_splits=options.all_splits,
+        endings=options.ending,
     )
     print_dumps(dumps, seconds_per_gb=options.seconds_per_gb)
     return 0
