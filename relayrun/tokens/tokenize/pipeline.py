@@ -265,7 +265,7 @@ def _result(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
         **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
-        steps=shard_folder.describe_step_counts(task.steps for task in tasks),
+        steps=shard_folder.describe_step_counts((task.steps for task in tasks), sum(task.tokens for task in tasks)),
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),
