@@ -286,3 +286,14 @@ def test_a_crawl_killed_at_random_moments_gives_the_same_bytes(crawl: Workplace)
     codes = list(killed_runs(crawl, 1))
     assert set(codes) <= {0, -signal.SIGKILL}
     assert crawl.bytes("killed") == crawl.bytes("out")
+
+
+def test_the_command_of_one_dump_takes_the_steps_of_a_yaml(
+    crawl: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml(crawl.folder, f"  - {HERE}.Paragraphs\nreader: warc\n")
+    given = ["--dataset", str(crawl.data), "--paths-file", str(crawl.folder / "paths"), "--steps", str(config)]
+    given += ["--output-folder", str(crawl.folder / "out"), "--tokenizer-name-or-path", str(crawl.tokenizer)]
+    assert main(["dumps", "tokenize", *given, "--n-workers", "1"]) == 0
+    assert "39 documents" in capsys.readouterr().out
+    assert all(text.startswith("Paragraph") for text in crawl.texts())

@@ -136,6 +136,7 @@ def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenize_flags(parser, ("tokenizer", "column", "engine"))
+    parser.add_argument("--steps", metavar="CONFIG", help="with the reader and the pipeline of this YAML")
     numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
     sizes = ", ".join(f"{size:,}" for size in tune.TRIED_BATCH_BYTES)
     add = parser.add_argument
@@ -166,11 +167,13 @@ def run_tune(options: argparse.Namespace) -> int:
         batch_bytes=options.batch_bytes or tune.TRIED_BATCH_BYTES,
         seconds=options.seconds,
         temp_dir=options.temp_dir,
+        steps=options.steps,
         report=lambda trial: print(tune.trial_row(trial), flush=True),
     )
     best = tune.recommend_trial(trials)
     settings = f"workers: {best.workers}, batch_bytes: {best.batch_bytes}, and tasks: {best.workers} or more"
     print(f"recommended for this node: {settings}")
+    print(tune.forecast(best, options.folder))
     return 0
 
 

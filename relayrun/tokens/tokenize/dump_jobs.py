@@ -90,11 +90,8 @@ def _check_inputs(metadata: DumpsFolder, indices: Sequence[int], options: Tokeni
         from relayrun.tokens.tokenize.step_task import read_texts
 
         for name in names[:: len(names) // _READ_FIRST + 1]:
-            try:
+            with contextlib.suppress(*([InputError] if options.skips_files else [])):
                 next(read_texts(options, dataset, name, batch_bytes=1))
-            except InputError:
-                if not options.skips_files:
-                    raise
         return
     paths = [join_path(dataset, name) for name in names]
     check_files(paths, options.column, skip_lines=options.skips_lines, skip_files=options.skips_files)

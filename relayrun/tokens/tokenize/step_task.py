@@ -32,7 +32,7 @@ from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.json_csv import open_decompressed
 from relayrun.tokens.readers.texts import MAX_ROWS, PackedTexts, large_strings
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import MissingInput, join_path, open_input, printable
+from relayrun.tokens.stores.urls import join_path, open_input, printable
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
 from relayrun.tokens.tokenize.steps import build_step, name_and_arguments
@@ -99,10 +99,6 @@ def read_texts(
             with open_input(path) as raw, open_decompressed(raw, path) as content:
                 while content.read(1 << 20):
                     pass
-    except FileNotFoundError:
-        raise MissingInput("this file of the dump is missing", where=printable(path)) from None
-    except RelayrunError:
-        raise
     except Exception as error:
         words = f"{type(reader).__name__} cannot read this file: {type(error).__name__}: {printable(str(error))}"
         hint = "is it the reader of such files? Fetch the file again, or leave it out with --filter-out"
@@ -177,7 +173,6 @@ def _processor_seconds(seconds: float) -> Iterator[None]:
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # again, if the first is caught
         yield
-        signal.setitimer(signal.ITIMER_PROF, 0)
     except _OutOfTime:
         raise ExtractionTimeout(f"more than {seconds} seconds of processor time") from None
     finally:
