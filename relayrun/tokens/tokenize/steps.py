@@ -41,7 +41,7 @@ def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str 
         try:
             name, given = name_and_arguments(entry)
             location = step = (*location, name)
-            cls = _step_class(name, reader=is_reader)
+            cls = _step_class(name, is_reader=is_reader)
             for argument, value in given.items():
                 location = (*step, argument)
                 if is_reader and argument in _FILES:
@@ -70,7 +70,7 @@ def build_step(entry: Any, *, dataset: str | None = None) -> Any:
     """Return a new step of datatrove, or a reader of files below `dataset`. Raises InputError if its class or its
     constructor refuses."""
     name, given = name_and_arguments(entry)
-    cls, own = _step_class(name, reader=dataset is not None), {} if dataset is None else {"data_folder": dataset}
+    cls, own = _step_class(name, is_reader=dataset is not None), {} if dataset is None else {"data_folder": dataset}
     try:
         return cls(**own, **{argument: _value(cls, argument, value) for argument, value in given.items()})
     except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
@@ -88,7 +88,7 @@ def describe_steps(pipeline: Sequence[Any], reader: Any = None) -> dict[str, Any
 
 def _describe(entry: Any, *, is_reader: bool = False) -> dict[str, Any]:
     name, given = name_and_arguments(entry)
-    cls = _step_class(name, reader=is_reader)
+    cls = _step_class(name, is_reader=is_reader)
     functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
     modules = [each.__module__ for each in (cls, *functions)]
     for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
@@ -109,34 +109,34 @@ def _version(module: str) -> tuple[str, str | None]:
         return module, None if file is None else "sha256:" + hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _step_class(name: str, *, reader: bool = False) -> Any:
+def _step_class(name: str, *, is_reader: bool = False) -> Any:
     from datatrove.pipeline.base import PipelineStep
     from datatrove.pipeline.readers.base import BaseDiskReader
 
-    known = _short_names(reader=reader)
+    known = _short_names(is_reader=is_reader)
     named = {cls.__name__: cls for cls in known.values()} | known
     if "." not in name and ":" not in name and name not in named:
         near = did_you_mean(name, known) or f"known: {', '.join(known)}"
-        words = f"there is no {'reader' if reader else 'step'} {name!r}; {near}"
+        words = f"there is no {'reader' if is_reader else 'step'} {name!r}; {near}"
         raise InputError(words, hint="or write the import path of a class")
     cls = _imported(name) if "." in name or ":" in name else named[name]
-    base = BaseDiskReader if reader else PipelineStep
+    base = BaseDiskReader if is_reader else PipelineStep
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise InputError(f"this is no class of datatrove's {base.__name__}")
     modules = [base.__module__.split(".") for base in cls.__mro__]
     packages = {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]}
-    if not reader and (kind := packages & _REFUSED):
+    if not is_reader and (kind := packages & _REFUSED):
         hint = "a step sees one document at a time: a filter, an extractor, a formatter, or a class of your own"
         raise InputError(f"{cls.__name__} is one of datatrove's {kind.pop()}, which are no steps of a shard", hint=hint)
     return cls
 
 
-def _short_names(*, reader: bool) -> dict[str, Any]:
+def _short_names(*, is_reader: bool) -> dict[str, Any]:
     """Return datatrove's readers or steps by short name, GopherQualityFilter as `gopher_quality`."""
     from datatrove.pipeline import decont, extractors, filters, formatters, readers
 
-    found = {} if reader else {"decontamination": decont.NGramsDecontFilter}
-    for module in (readers,) if reader else (filters, formatters, extractors):
+    found = {} if is_reader else {"decontamination": decont.NGramsDecontFilter}
+    for module in (readers,) if is_reader else (filters, formatters, extractors):
         for name, cls in vars(module).items():
             if isinstance(cls, type):
                 words = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
