@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -10,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -269,15 +269,14 @@ tokenize_paths_file(TokenizeOptions(tokenizer={str(place.tokenizer)!r}, workers=
     dataset={str(place.data)!r}, paths_file={str(place.folder / "paths")!r})
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    while True:
-        process = subprocess.Popen([sys.executable, "-c", program], cwd=place.folder, env=environment)
-        end = time.monotonic() + generator.uniform(1, 6)
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        process.kill()
-        yield process.wait()
-        if process.returncode == 0:
-            return
+    code = None
+    while code != 0:
+        with subprocess.Popen([sys.executable, "-c", program], cwd=place.folder, env=environment) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=generator.uniform(1, 6))
+            process.kill()
+            code = process.wait()
+        yield code
 
 
 @pytest.mark.long

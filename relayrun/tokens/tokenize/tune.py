@@ -50,7 +50,7 @@ class TuningTrial:
     worker_bytes: int
     """Memory of the largest worker (resident set)."""
     tokens_per_byte: float = 0.0
-    """Of the files that were read to their end; 0 if none was."""
+    """Tokens per byte of the files that have been read to their end; 0 without such files."""
 
 
 def default_workers() -> list[int]:
