@@ -37,6 +37,7 @@ from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
+from relayrun.tokens.tokenize.shard_folder import describe_step_counts
 from relayrun.tokens.tokenize.steps import build_step, check_steps
 from relayrun.tokens.tokenize.verify import compare_with_source
 from tests.killed_calls import KillAtCall
@@ -132,7 +133,11 @@ def test_steps_stand_between_reader_and_writer(place: Workplace) -> None:
     result = place.run([{"lambda": {"filter_function": f"{HERE}.is_even"}}, f"{HERE}:Upper"])
     assert place.texts() == [f"DOCUMENT {file} {row}" for file in range(3) for row in range(0, 10, 2)]
     assert result.documents == 15
-    assert "steps: lambda 30 in, 15 out (50% of the bytes); " in result.summary()
+    assert "steps: lambda 30 in, 15 out (50% of the bytes, about 0.0 Mtok); " in result.summary()
+    half = {"step": "x", "in": 4, "out": 2, "bytes_in": 8_000_000, "bytes_out": 4_000_000}
+    last = {"step": "y", "in": 2, "out": 1, "bytes_in": 4_000_000, "bytes_out": 1_000_000}
+    said = "x 8 in, 4 out (50% of the bytes, about 2.4 Mtok); y 4 in, 2 out (25% of the bytes, about 0.6 Mtok)"
+    assert describe_step_counts([[half, last], [half, last]], 600_000) == said
     record = place.record()
     assert record["shards"]["00000_tokens"]["steps"] == [
         {"step": "lambda", "in": 10, "out": 5, "bytes_in": 120, "bytes_out": 60, "dropped": {"dropped": 5}},
@@ -303,7 +308,7 @@ STEPS: list[Any] = [
     "c4_bad_words",
     {"unigram_log_prob": {"logprobs_threshold": -18.6}},
 ]
-if importlib.util.find_spec("tldextract") and importlib.util.find_spec("ahocorasick"):
+if all(map(importlib.util.find_spec, ("tldextract", "ahocorasick", "fasteners"))):
     STEPS.append({"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}})
 
 

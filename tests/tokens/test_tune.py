@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 from pathlib import Path
@@ -52,7 +54,7 @@ def test_every_pair_is_measured_and_nothing_is_left(
 ) -> None:
     asked = [*command, "--workers", "1", "2", "--batch-bytes", "100000", "--seconds", "1"]
     assert cli.main(asked) == 0
-    head, one, two, advice = capsys.readouterr().out.splitlines()
+    head, one, two, advice, forecast = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["workers", "batch", "bytes"]
     for line, workers in ((one, 1), (two, 2)):
         cells = line.split()
@@ -62,6 +64,7 @@ def test_every_pair_is_measured_and_nothing_is_left(
     assert re.fullmatch(
         r"recommended for this node: workers: [12], batch_bytes: 100000, and tasks: [12] or more", advice
     )
+    assert re.fullmatch(r"all dumps, 0\.0 GB of files: .*, \d\.\d GB of memory on each", forecast)
     assert os.listdir(tmp_path / "temporary") == []
     assert not [child for child in psutil.Process().children(recursive=True) if "preprocess" in str(child.cmdline())]
 
@@ -80,3 +83,26 @@ def test_what_makes_no_sense_is_one_error(
     command[2] = str(tmp_path)
     assert cli.main(command) == 1
     assert "there are no dumps here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_steps_of_a_pipeline_are_measured(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a reader of datatrove for endings of its own; its files are short, so the hours are known."""
+    (tmp_path / "crawl").mkdir()
+    for number in range(3):
+        lines = "".join(json.dumps({"text": f"{text} {row}"}) + "\n" for row in range(20) for text in TEXTS if text)
+        (tmp_path / f"crawl/{number}.lines.gz").write_bytes(gzip.compress(lines.encode()))
+    prepare_dumps(tmp_path / "crawl", tmp_path / "crawl-dumps", endings=[".lines.gz"])
+    (tmp_path / "data.yaml").write_text(
+        f"tokenizer: {tmp_path}/tok\ntokenizer_name: t\ndataset_name: d\nmetadata_folder: {tmp_path}/crawl-dumps\n"
+        f"output_folder: {tmp_path}/tokens\nreader: jsonl\npipeline:\n  - sampler: {{rate: 0.5}}\n"
+    )
+    command[2] = str(tmp_path / "crawl-dumps")
+    asked = [*command, "--workers", "1", "--batch-bytes", "100000", "--seconds", "1", "--steps"]
+    assert cli.main([*asked, str(tmp_path / "data.yaml")]) == 0
+    forecast = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"all dumps, 0\.0 GB of files: about \S+ hours of one node, 0\.\d GB of memory on each", forecast
+    )

@@ -46,6 +46,8 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preprocessing-metadata-folder", required=True, metavar="M", help=made)
     add("--filter-in", **several, help="keep files whose path below D contains any of these (case-sensitive)")
     add("--filter-out", **several, help="leave out files whose path below D contains any of these")
+    given = "take the files that end so, in place of the known ones, for the `reader` of the YAML (.warc.gz)"
+    add("--ending", action="append", default=[], metavar="ENDING", help=given)
     add("--all-splits", action="store_true", help="take validation and test sets beside other text, too")
     add("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
     estimate = "for the estimate of hours (default: %(default)s)"
@@ -63,6 +65,7 @@ def run_split_into_dumps(options: argparse.Namespace) -> int:
         filter_out=options.filter_out,
         n_dumps=options.n_dumps,
         all_splits=options.all_splits,
+        endings=options.ending,
     )
     print_dumps(dumps, seconds_per_gb=options.seconds_per_gb)
     return 0
@@ -133,6 +136,7 @@ def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenize_flags(parser, ("tokenizer", "column", "engine"))
+    parser.add_argument("--steps", metavar="CONFIG", help="with the reader and the pipeline of this YAML")
     numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
     sizes = ", ".join(f"{size:,}" for size in tune.TRIED_BATCH_BYTES)
     add = parser.add_argument
@@ -163,11 +167,13 @@ def run_tune(options: argparse.Namespace) -> int:
         batch_bytes=options.batch_bytes or tune.TRIED_BATCH_BYTES,
         seconds=options.seconds,
         temp_dir=options.temp_dir,
+        steps=options.steps,
         report=lambda trial: print(tune.trial_row(trial), flush=True),
     )
     best = tune.recommend_trial(trials)
     settings = f"workers: {best.workers}, batch_bytes: {best.batch_bytes}, and tasks: {best.workers} or more"
     print(f"recommended for this node: {settings}")
+    print(tune.forecast(best, options.folder))
     return 0
 
 

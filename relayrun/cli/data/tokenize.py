@@ -15,7 +15,8 @@ from pathlib import Path
 from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import ConfigError
 from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
-from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags, options_from_flags
+from relayrun.tokens.tokenize.job_config import load_tokenization_config
+from relayrun.tokens.tokenize.options import STEP_FIELDS, TokenizeOptions, add_tokenize_flags, options_from_flags
 
 
 def add_download_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +133,7 @@ def add_tokenize_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset", required=True, metavar="D", help=place)
     add("--paths-file", required=True, metavar="P", help="paths below D, one a line")
     add("--logging-dir", metavar="L", help="gets a copy of the tokenizer (default: logs in O)")
+    add("--steps", metavar="CONFIG", help="pass documents through the reader and the pipeline of this YAML")
     add_tokenize_flags(parser)
     parser.set_defaults(run=run_tokenize)
 
@@ -139,6 +141,9 @@ def add_tokenize_arguments(parser: argparse.ArgumentParser) -> None:
 def run_tokenize(given: argparse.Namespace) -> int:
     """Tokenize the files of one dump into Megatron shards (.bin and .idx). Raises RelayrunError."""
     options = options_from_flags(given)
+    if given.steps is not None:
+        config = load_tokenization_config(given.steps)
+        options = options.model_copy(update={name: getattr(config, name) for name in STEP_FIELDS})
     check_outputs({"--output-folder": given.output_folder, "--logging-dir": given.logging_dir})
 
     from relayrun.tokens.tokenize.processes import use_one_thread

@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pyarrow as pa
 from datatrove.data import Document
 from datatrove.pipeline import decont, dedup
 from datatrove.utils.hashing import HashConfig, create_hash_func
@@ -42,15 +41,13 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, fsync_tree, read_json, write_json
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import work_folder
-from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs, take_inventory
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize.dumps import DEDUP_WORK as WORK
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
-from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line
+from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line, read_texts
 from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
 
 _CLUSTER_SIZE = "minhash_cluster_size"
@@ -159,7 +156,7 @@ class DedupStages:
     def begin(self) -> None:
         """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
         options, file = self.options, self.work / "settings.json"
-        now = self.settings.model_dump(exclude={"output_folder"}) | {"pipeline": describe_steps(options.pipeline)}
+        now = self.settings.model_dump(exclude={"output_folder"}) | describe_steps(options.pipeline, options.reader)
         now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
         now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
         before = read_json(file) if file.exists() else now
@@ -217,18 +214,14 @@ class DedupStages:
         write_json(self._record_file(stage, task), record)
         return record
 
-    def _arrays(self, dataset: str, name: str, rows: DocumentRows) -> Iterator[pa.Array]:
-        path, options = join_path(dataset, name), self.options
-        return map(rows.end_array, read_column(path, options.column, batch_bytes=options.batch_bytes, faults=rows))
-
     def _make_evaluations(self, folder: Path, task: int) -> None:
         """Write the n-grams of datatrove's indexer, which itself asks for a package with evaluation sets."""
         hashing = create_hash_func(self.ngrams.hash_config)
         indexer = SimpleNamespace(tokenizer=self._words(), config=self.ngrams, hash_func=hashing)
         for name in self._evaluations():
             hashes: set[int] = set()
-            rows = DocumentRows(self.options)
-            for array in self._arrays(str(self.settings.evaluations), name, rows):
+            rows, options = DocumentRows(self.options), self.options.model_copy(update={"reader": None})
+            for array in map(rows.end_array, read_texts(options, str(self.settings.evaluations), name, faults=rows)):
                 for text in array.to_pylist():
                     query = rows.others.popleft().get("query")
                     hashes.update(decont.NGramsDecontIndexer.compute_hashes(indexer, text or "", query))
@@ -248,7 +241,7 @@ class DedupStages:
                 rows, before = steps.begin_file(name), documents
                 lines.begin_member()
                 try:
-                    for array in self._arrays(self.dataset, name, rows):
+                    for array in map(rows.end_array, read_texts(self.options, self.dataset, name, faults=rows)):
                         for document in filter(lambda document: document.text, steps.documents(array)):
                             lines.write(_line(document, file=name, row=steps.row - 1))
                             documents += 1

@@ -13,7 +13,7 @@ from typing import Any
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, on_interrupt
 from relayrun.tokens.curate.dedup import DedupStages
-from relayrun.tokens.readers.columns import inspect_files, read_column
+from relayrun.tokens.readers.columns import inspect_files
 from relayrun.tokens.readers.inputs import stat_inputs
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
@@ -27,6 +27,7 @@ from relayrun.tokens.tokenize.dump_jobs import (
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, dedup_status
 from relayrun.tokens.tokenize.dumps import DEDUPLICATION, DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.step_task import read_texts
 
 _PROCESS_BYTES = 300 << 20
 """Python with datatrove's modules and the tokenizer of words."""
@@ -139,9 +140,8 @@ def _largest_task(stages: DedupStages) -> int:
     rows = size = 0.0
     for name, on_disk, _ in inputs[:: max(1, len(inputs) // _SAMPLED_FILES)]:
         with contextlib.suppress(InputError):  # the task of the file says what is wrong with it
-            path, column = join_path(stages.dataset, name), stages.options.column
-            (file,) = inspect_files([(path, on_disk)], column)
-            array = next(read_column(path, column, batch_bytes=1 << 20), None)
+            (file,) = inspect_files([(join_path(stages.dataset, name), on_disk)], stages.options.column)
+            array = next(read_texts(stages.options, stages.dataset, name, batch_bytes=1 << 20), None)
             if array is not None and array.nbytes:
                 rows, size = rows + (file.rows or file.size * len(array) / array.nbytes), size + on_disk
     largest = max(sum(size for _, size, _ in inputs[task :: stages.tasks]) for task in range(stages.tasks))

@@ -290,7 +290,14 @@ def _schema_difference(schema: pa.Schema, first: pa.Schema) -> str:
     return ", ".join(found[:4]) or "they stand in another order, or may be null in one of the files alone"
 
 
-def sample_texts(column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
+def sample_texts(
+    column: str,
+    paths: list[str],
+    *,
+    most_bytes: int,
+    scratch: str | None = None,
+    read: Callable[..., Iterator[pa.Array]] = read_column,
+) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
     # a pipe can be read only once
     paths = [path for path in paths if urls.is_url(path) or os.path.isfile(file_of_range(path))]
@@ -299,7 +306,7 @@ def sample_texts(column: str, paths: list[str], *, most_bytes: int, scratch: str
     for path in chosen:
         left = most_bytes // len(chosen)
         try:
-            for array in read_column(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
+            for array in read(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
                 for piece in PackedTexts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
                         texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character

@@ -209,13 +209,14 @@ def take_inventory(
     filter_in: Sequence[str] = (),
     filter_out: Sequence[str] = (),
     names: Sequence[str] | None = None,
+    endings: Sequence[str] = (),
 ) -> Inventory:
     """Return all files below `folder`, local or a URL that fsspec knows, or only local `names` there: the data files,
     and the others with the reason. A file is kept if its path below `folder` (links not resolved, case-sensitive)
-    contains any of `filter_in`, if given, and none of `filter_out`. Links in a local folder are followed, except to a
-    parent folder. The first bytes of local files are compared with their names; below a URL the reader does that.
-    Raises InputError if the folder is missing or cannot be listed."""
-    place, suffixes = urls.absolute_path(folder), data_suffixes()
+    contains any of `filter_in`, if given, and none of `filter_out`. `endings`: in place of the known ones. Links in a
+    local folder are followed, except to a parent folder. The first bytes of local files are compared with their names;
+    below a URL the reader does that. Raises InputError if the folder is missing or cannot be listed."""
+    place, suffixes = urls.absolute_path(folder), tuple(map(str.lower, endings)) or data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):

@@ -46,6 +46,8 @@ from relayrun.tokens.tokenize.shard_folder import PROGRESS_VARIABLE
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
 POLL_SECONDS = 0.2
+_READ_FIRST = 8
+"""Files of which a reader of datatrove reads the first document before a job is queued."""
 
 
 def prepare_submission(settings: TokenizationSettings) -> list[int]:
@@ -84,6 +86,13 @@ def _check_inputs(metadata: DumpsFolder, indices: Sequence[int], options: Tokeni
 
     dataset = metadata.dataset()
     names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]
+    if options.reader is not None:
+        from relayrun.tokens.tokenize.step_task import read_texts
+
+        for name in names[:: len(names) // _READ_FIRST + 1]:
+            with contextlib.suppress(*([InputError] if options.skips_files else [])):
+                next(read_texts(options, dataset, name, batch_bytes=1))
+        return
     paths = [join_path(dataset, name) for name in names]
     check_files(paths, options.column, skip_lines=options.skips_lines, skip_files=options.skips_files)
 

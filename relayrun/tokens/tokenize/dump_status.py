@@ -230,12 +230,13 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         state = "failed"
     else:
         state = "stalled" if silent else "open" if shards else "waiting"
+    tokens = sum(task.tokens for task in shards.values())
     return DumpStatus(
         index=index,
         state=state,
         shards=len(shards),
         of=len(parts),
-        finished_tokens=sum(task.tokens for task in shards.values()),
+        finished_tokens=tokens,
         finished_bytes=sum(file[1] for task in shards.values() for file in task.inputs),
         bytes=size,
         worker_seconds=sum(task.seconds for task in shards.values()),
@@ -245,7 +246,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
         bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
-        steps=shard_folder.describe_step_counts(task.steps for task in shards.values()),
+        steps=shard_folder.describe_step_counts((task.steps for task in shards.values()), tokens),
         losses=sum((Counter(task.losses) for task in shards.values()), Counter()),
         bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )

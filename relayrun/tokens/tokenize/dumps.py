@@ -211,7 +211,7 @@ def split_files(
     """Deal `files` below `dataset` onto `n_dumps` dumps, numbered from `first_index`: at most one per file, or in order
     and cut into ranges if one of them has the bytes of two dumps."""
     sizes = {file.path: file.size for file in sorted(files, key=lambda file: os.fsencode(file.path))}
-    if ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps):
+    if dataset and (ranges := deal_in_ranges(dataset, [(*pair, 0) for pair in sizes.items()], n_dumps)):
         return [Dump.of(first_index + number, names, sizes) for number, names in enumerate(ranges)]
     count = min(n_dumps, len(files))
     parts: list[list[inputs.DataFile]] = [[] for _ in range(count)]
@@ -232,6 +232,7 @@ def prepare_dumps(
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
     all_splits: bool = False,
+    endings: Sequence[str] = (),
 ) -> list[Dump]:
     """Write the inventory, and the paths files of all files that are in no finished dump; return these dumps, numbered
     after the finished ones. All of `dumps/` is replaced at once. Raises InputError for refused files and if no file is
@@ -240,7 +241,7 @@ def prepare_dumps(
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
     metadata = DumpsFolder(metadata_folder)
-    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
+    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out, endings=endings)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
     _refuse_incomplete(Path(dataset, DEDUP_WORK))
     refuse_unwritable(metadata.path)
@@ -262,12 +263,13 @@ def prepare_dumps(
         files = [file for file in found if file.path not in done]
         if not files and not again:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
-            hint = f"files end in {inputs.data_endings()}; look at the filters"
+            hint = f"files end in {', '.join(endings) or inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         sizes = {file.path: file.size for file in found}
         dumps = [Dump.of(index, dump.names, sizes) for index, dump in again.items()]
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
-        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1, dataset=dataset)
+        place = "" if endings else dataset  # a reader of datatrove reads whole files
+        dumps += split_files(files, number, first_index=max(begun, default=-1) + 1, dataset=place)
         contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})

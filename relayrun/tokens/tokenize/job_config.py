@@ -222,7 +222,7 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
     if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
         source.values.setdefault("executor", cluster["scheduler"])
     config = _validate(TokenizationConfig, source)
-    check_steps(config.pipeline, source.place)
+    check_steps(config.pipeline, source.place, reader=config.reader)
     return config.absolute(places.project_folder(Path(path)))
 
 

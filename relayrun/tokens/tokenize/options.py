@@ -54,6 +54,8 @@ class TokenizeOptions(Section):
     """Encode the text of a special token in a document as that token; else it stays text."""
     keep_empty: bool = False
     """Keep documents without text as documents without tokens; else they are dropped and counted."""
+    reader: Any = None
+    """Reader of datatrove in place of ours, see `steps`; None: the ending of a file says how it is read."""
     pipeline: Annotated[tuple[Any, ...], Field(strict=False)] = ()
     """Steps of datatrove that each document passes before it is encoded, see `steps`."""
     on_step_error: OnStepError = "fail"
@@ -80,6 +82,11 @@ class TokenizeOptions(Section):
     def skips_files(self) -> bool:
         return self.on_error != "fail"
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether documents pass datatrove's classes between the file and the shard."""
+        return bool(self.pipeline) or self.reader is not None
+
     @classmethod
     def default(cls, name: str) -> Any:
         """Return the default of the field `name`."""
@@ -98,13 +105,13 @@ def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> Tok
         raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None
 
 
-_NO_FLAG = ("pipeline", "on_step_error")
-OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in _NO_FLAG} | {
+STEP_FIELDS = ("reader", "pipeline", "on_step_error")
+OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in STEP_FIELDS} | {
     "tokenizer": "--tokenizer-name-or-path",
     "tasks": "--n-tasks",
     "workers": "--n-workers",
 }
-"""Flag of every field but steps, which a YAML file alone gives."""
+"""Flag of every field but reader and steps, which a YAML file alone gives."""
 
 
 def add_tokenize_flags(parser: argparse.ArgumentParser, names: Collection[str] = OPTION_FLAGS) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
@@ -33,6 +35,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
 from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, tokenize_shard
+from relayrun.tokens.tokenize.step_task import read_texts
 from relayrun.tokens.tokenize.steps import describe_steps
 
 log = logging.getLogger(__name__)
@@ -160,8 +163,8 @@ def _open_folder(
         "empty documents": "kept" if options.keep_empty else "dropped",
         "tasks": options.tasks,
     }
-    if options.pipeline:
-        settings["pipeline"] = describe_steps(options.pipeline)
+    if options.has_steps:
+        settings |= describe_steps(options.pipeline, options.reader)
     return ShardFolder(
         output,
         settings,
@@ -187,7 +190,11 @@ def _begin_tasks(
     files = [file for part in todo for file in part.inputs]
     size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
     paths = [join_path(source, file[0]) for file in files]
-    texts = sample_texts(options.column, paths, most_bytes=size, scratch=str(folder.path))
+
+    def read(path: str, _: str, **how: Any) -> Iterator[pa.Array]:
+        return read_texts(options, *os.path.split(path), **how)
+
+    texts = sample_texts(options.column, paths, most_bytes=size, scratch=str(folder.path), read=read)
     load, definition = functools.partial(getattr, tokenizer, "tokenizer"), tokenizer.definition
     selection = select_engine(options.engine, load, texts, log.warning, definition=definition)
     print(f"engine: {selection}", flush=True)
@@ -259,7 +266,7 @@ def _result(
         files=len(inputs),
         input_bytes=sum(size for _, size, _ in inputs),
         **{name: sum(getattr(task, name) for task in tasks) for name in _SUMS},
-        steps=shard_folder.describe_step_counts(task.steps for task in tasks),
+        steps=shard_folder.describe_step_counts((task.steps for task in tasks), sum(task.tokens for task in tasks)),
         skipped_files=sum(len(task.skipped) for task in tasks),
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),

@@ -186,14 +186,19 @@ class TaskRecord:
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]]) -> str:
+def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]], tokens: int = 0) -> str:
     """Describe the documents in and out of each step of tasks with the same steps, and the share of the bytes that it
-    leaves; empty without steps."""
-    found = []
-    for of in zip(*tasks, strict=True):
-        total = sum((Counter({name: n for name, n in each.items() if isinstance(n, int)}) for each in of), Counter())
-        share = f" ({total['bytes_out'] / total['bytes_in']:.0%} of the bytes)" if total["bytes_in"] else ""
-        found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out{share}")
+    leaves; empty without steps. `tokens`: of the shards; those behind each step are estimated by its bytes."""
+    steps = [*zip(*tasks, strict=True)]
+    totals = [
+        sum((Counter({name: n for name, n in each.items() if isinstance(n, int)}) for each in of), Counter())
+        for of in steps
+    ]
+    found, density = [], tokens / max(totals[-1]["bytes_out"], 1) if totals else 0
+    for of, total in zip(steps, totals, strict=True):
+        share = f"{total['bytes_out'] / total['bytes_in']:.0%} of the bytes" if total["bytes_in"] else ""
+        share += f", about {total['bytes_out'] * density / 1e6:,.1f} Mtok" if share and density else ""
+        found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out" + (f" ({share})" if share else ""))
     return "; ".join(found)
 
 

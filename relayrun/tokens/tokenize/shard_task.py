@@ -42,7 +42,7 @@ from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
-from relayrun.tokens.tokenize.step_task import ShardSteps
+from relayrun.tokens.tokenize.step_task import ShardSteps, read_texts
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
@@ -160,7 +160,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         engine_version=job.selection.version,
         on_error=job.options.on_error,
     )
-    steps = ShardSteps(job.options, output=job.output, shard=part.name) if job.options.pipeline else None
+    steps = ShardSteps(job.options, output=job.output, shard=part.name) if job.options.has_steps else None
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
@@ -212,8 +212,8 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
 
 def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
     """Return the faults of a file, read to its end or its first fault without tokenizing."""
-    path, options, faults = join_path(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
-    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    faults = LineFaults(skip=job.options.skips_lines)
+    arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     try:
         for array in arrays:
             del array
@@ -236,10 +236,9 @@ def _tokenize_file(
     """Add the documents of a file to the shard; return its fingerprint. `ready`: its texts and ids, if it was read and
     encoded with others. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
-    options = job.options
     arrays: Iterator[pa.Array] = iter(ready[:1] if ready is not None else ())
     if ready is None:
-        arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+        arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         where = (

@@ -7,12 +7,14 @@ each document: the seed is made of the document's id and the step's `seed`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
 import hashlib
 import json
 import os
 import random
+import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +23,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from relayrun.errors import RelayrunError
+from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, fsync_file
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.readers.file_ranges import file_of_range
+from relayrun.tokens.readers.json_csv import open_decompressed
+from relayrun.tokens.readers.texts import MAX_ROWS, PackedTexts, large_strings
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import printable
+from relayrun.tokens.stores.urls import join_path, open_input, printable
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
 from relayrun.tokens.tokenize.steps import build_step, name_and_arguments
@@ -59,6 +65,45 @@ class DocumentRows(LineFaults):
         self.nulls += array.null_count - len(self.marks)
         self.marks.clear()
         return array
+
+
+def read_texts(
+    options: TokenizeOptions,
+    dataset: str,
+    name: str,
+    *,
+    batch_bytes: int | None = None,
+    scratch: str | None = None,
+    faults: LineFaults | None = None,
+) -> Iterator[pa.Array]:
+    """Yield the texts of file `name` below `dataset` as `read_column` does, or of the documents of the reader of
+    `options`, whose id and metadata a `DocumentRows` gets as columns."""
+    path, size = join_path(dataset, name), batch_bytes or options.batch_bytes
+    if options.reader is None:
+        yield from read_column(path, options.column, batch_bytes=size, scratch=scratch, faults=faults)
+        return
+    if file_of_range(name) != name:
+        hint = "run `relayrun dumps prepare` again with --ending, which cuts no file"
+        raise InputError("a reader of datatrove reads whole files, and this is a range", where=path, hint=hint)
+    reader, texts, held = build_step(options.reader, dataset=dataset), list[bytes](), 0
+    try:
+        for document in reader.read_file(name):
+            texts.append(document.text.encode())
+            if isinstance(faults, DocumentRows):
+                faults.others.append({"id": document.id, "metadata": document.metadata})
+            held += len(texts[-1])
+            if held >= size or len(texts) >= MAX_ROWS:
+                yield large_strings(texts)
+                texts, held = [], 0
+        if file_compression(name):  # warcio takes a torn file for a whole one
+            with open_input(path) as raw, open_decompressed(raw, path) as content:
+                while content.read(1 << 20):
+                    pass
+    except Exception as error:
+        words = f"{type(reader).__name__} cannot read this file: {type(error).__name__}: {printable(str(error))}"
+        hint = "is it the reader of such files? Fetch the file again, or leave it out with --filter-out"
+        raise InputError(words, where=printable(path), hint=hint) from error
+    yield large_strings(texts)
 
 
 class JsonLines:
@@ -109,10 +154,38 @@ def exclusion_line(document: Any, before: Mapping[str, Any], place: Mapping[str,
     return (json.dumps(record, ensure_ascii=False, default=str) + "\n").encode("utf-8", "backslashreplace")
 
 
+class _OutOfTime(BaseException):
+    """No library catches this by chance."""
+
+
+class ExtractionTimeout(Exception):
+    """An extractor has taken longer than its `timeout`."""
+
+
+@contextlib.contextmanager
+def _processor_seconds(seconds: float) -> Iterator[None]:
+    """Raise ExtractionTimeout after so much processor time of this process."""
+
+    def end(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, end)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # again, if the first is caught
+        yield
+    except _OutOfTime:
+        raise ExtractionTimeout(f"more than {seconds} seconds of processor time") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 class _Step:
     """A step in a task, and what it did."""
 
     def __init__(self, number: int, entry: Any, shard: ShardSteps) -> None:
+        from datatrove.pipeline.extractors.base import BaseExtractor  # on demand: datatrove takes seconds to import
+
         self.name, given = name_and_arguments(entry)
         self.step = build_step(entry)
         self.counts: dict[str, Any] = {
@@ -127,8 +200,18 @@ class _Step:
             self.step.exclusion_writer = shard
         self._seed = f"{number} {given.get('seed')}"
         self._own = self.name == "lambda" or not type(self.step).__module__.startswith("datatrove.")
+        self.run = self._extract if isinstance(self.step, BaseExtractor) else self.step.run
         holders = [getattr(value, "__self__", value) for value in vars(self.step).values()]
         self._generators = [each for each in holders if isinstance(each, (np.random.Generator, random.Random))]
+
+    def _extract(self, documents: Iterator[Any]) -> Iterator[Any]:
+        """Extract as `BaseExtractor.run`, but here: that starts a process for each call, and its clock counts what
+        other processes take."""
+        for document in documents:
+            with _processor_seconds(self.step.timeout):
+                document.text = self.step.extract(document.text) or ""
+            if document.text:
+                yield document
 
     def reseed(self, document_id: str) -> None:
         """Begin random numbers anew for a document: the step's own, and the global ones for code of the user."""
@@ -218,7 +301,7 @@ class ShardSteps:
         before, self._refused = dict(document.metadata), None
         reason = ""
         try:
-            found: list[Any] = list(step.step.run(iter([document])))
+            found: list[Any] = list(step.run(iter([document])))
             sizes = [len(each.text.encode()) for each in found]  # fails if a step leaves something else than UTF-8
         except Exception as error:
             words = f"step {step.name} raises {type(error).__name__}: {printable(str(error))}"

@@ -1,7 +1,8 @@
 """Steps of datatrove between the readers and the writer of a shard: the `pipeline` of a data set's YAML, checked.
 
-A step is a filter, a formatter or a class of the user's own with datatrove's `run`. Datatrove's readers, writers,
-tokenizers, extractors, statistics and deduplication are refused: they work on files, or on many documents at a time.
+A step is a filter, an extractor, a formatter or a class of the user's own with datatrove's `run`. Datatrove's writers,
+tokenizers, statistics and deduplication are refused: they work on files, or on many documents at a time. The `reader`
+of the YAML is one of datatrove's that read file by file; the dumps say which files.
 This module imports datatrove on demand: a data set without steps never loads it.
 """
 
@@ -25,24 +26,29 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from relayrun.errors import ConfigError, InputError, did_you_mean
 
-_REFUSED = {"dedup", "extractors", "inference", "media", "readers", "stats", "tokens", "writers"}
+_REFUSED = {"dedup", "inference", "media", "readers", "stats", "tokens", "writers"}
 """Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
+_FILES = "data_folder", "paths_file", "recursive", "glob_pattern", "shuffle_files", "limit", "skip"
+"""Arguments of a reader that choose files, or documents of them."""
 
 
-def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None]) -> None:
-    """Raise ConfigError for the first wrong step, with the `place` of its setting. Makes no step: a constructor may
-    download."""
-    for number, entry in enumerate(pipeline):
-        location: tuple[str, ...] = ("pipeline", str(number))
+def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None], *, reader: Any = None) -> None:
+    """Raise ConfigError for the first wrong step or the reader, with the `place` of its setting. Makes no step: a
+    constructor may download."""
+    places: list[tuple[tuple[str, ...], Any]] = [] if reader is None else [(("reader",), reader)]
+    for location, entry in [*places, *((("pipeline", str(n)), entry) for n, entry in enumerate(pipeline))]:
+        is_reader = location == ("reader",)
         try:
             name, given = name_and_arguments(entry)
             location = step = (*location, name)
-            cls = _step_class(name)
+            cls = _step_class(name, is_reader=is_reader)
             for argument, value in given.items():
                 location = (*step, argument)
+                if is_reader and argument in _FILES:
+                    raise InputError("the dumps say which files are read, each as a whole")
                 _check_argument(cls, argument, value)
             location = step
-            inspect.signature(cls).bind(**given)
+            inspect.signature(cls).bind(**{"data_folder": ""} if is_reader else {}, **given)
             cls.__new__(cls)  # datatrove compares the packages that the class needs
             _word_tokenizer(cls, given)
         except (InputError, ImportError, TypeError, ValueError) as error:
@@ -60,31 +66,37 @@ def name_and_arguments(entry: Any) -> tuple[str, Mapping[str, Any]]:
     raise InputError("a step is NAME, or NAME: {ARGUMENT: VALUE}", hint="begin each step with a dash of its own")
 
 
-def build_step(entry: Any) -> Any:
-    """Return a new step of datatrove. Raises InputError if its class or its constructor refuses."""
+def build_step(entry: Any, *, dataset: str | None = None) -> Any:
+    """Return a new step of datatrove, or a reader of files below `dataset`. Raises InputError if its class or its
+    constructor refuses."""
     name, given = name_and_arguments(entry)
-    cls = _step_class(name)
+    cls, own = _step_class(name, is_reader=dataset is not None), {} if dataset is None else {"data_folder": dataset}
     try:
-        return cls(**{argument: _value(cls, argument, value) for argument, value in given.items()})
+        return cls(**own, **{argument: _value(cls, argument, value) for argument, value in given.items()})
     except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
         raise InputError(f"step {name} cannot be made: {type(error).__name__}: {error}") from None
 
 
-def describe_steps(pipeline: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return name, class, versions and arguments of each step for the record of a folder of shards."""
-    check_steps(pipeline, lambda location: None)  # a job may have other packages than the node that submitted it
-    found = []
-    for name, given in map(name_and_arguments, pipeline):
-        cls = _step_class(name)
-        functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
-        modules = [each.__module__ for each in (cls, *functions)]
-        for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
-            modules += [each if isinstance(each, str) else each[1] for each in needs]
-        tokenizer = type(_word_tokenizer(cls, given)).__name__.removesuffix("Tokenizer").lower()
-        modules += [tokenizer] if importlib.util.find_spec(tokenizer) else []  # spacy, nltk or stanza
-        described = {"step": name, "class": f"{cls.__module__}.{cls.__qualname__}", "arguments": dict(given)}
-        found.append(described | {"versions": dict(map(_version, modules))})
-    return found
+def describe_steps(pipeline: Sequence[Any], reader: Any = None) -> dict[str, Any]:
+    """Return the settings `pipeline` and `reader`, if given, of the record of a folder of shards: name, class,
+    versions and arguments of each step."""
+    # a job may have other packages than the node that submitted it
+    check_steps(pipeline, lambda location: None, reader=reader)
+    found: dict[str, Any] = {"pipeline": [*map(_describe, pipeline)]}
+    return found | ({} if reader is None else {"reader": _describe(reader, is_reader=True)})
+
+
+def _describe(entry: Any, *, is_reader: bool = False) -> dict[str, Any]:
+    name, given = name_and_arguments(entry)
+    cls = _step_class(name, is_reader=is_reader)
+    functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
+    modules = [each.__module__ for each in (cls, *functions)]
+    for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
+        modules += [each if isinstance(each, str) else each[1] for each in needs]
+    tokenizer = type(_word_tokenizer(cls, given)).__name__.removesuffix("Tokenizer").lower()
+    modules += [tokenizer] if importlib.util.find_spec(tokenizer) else []  # spacy, nltk or stanza
+    described = {"step": name, "class": f"{cls.__module__}.{cls.__qualname__}", "arguments": dict(given)}
+    return described | {"versions": dict(map(_version, modules))}
 
 
 def _version(module: str) -> tuple[str, str | None]:
@@ -97,31 +109,38 @@ def _version(module: str) -> tuple[str, str | None]:
         return module, None if file is None else "sha256:" + hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _step_class(name: str) -> Any:
+def _step_class(name: str, *, is_reader: bool = False) -> Any:
     from datatrove.pipeline.base import PipelineStep
+    from datatrove.pipeline.readers.base import BaseDiskReader
 
-    if "." not in name and ":" not in name and name not in (known := _short_names()):
+    known = _short_names(is_reader=is_reader)
+    named = {cls.__name__: cls for cls in known.values()} | known
+    if "." not in name and ":" not in name and name not in named:
         near = did_you_mean(name, known) or f"known: {', '.join(known)}"
-        raise InputError(f"there is no step {name!r}; {near}", hint="or write the import path of a class")
-    cls = _imported(name) if "." in name or ":" in name else known[name]
-    if not (isinstance(cls, type) and issubclass(cls, PipelineStep)):
-        raise InputError("this is no class of datatrove's PipelineStep")
+        words = f"there is no {'reader' if is_reader else 'step'} {name!r}; {near}"
+        raise InputError(words, hint="or write the import path of a class")
+    cls = _imported(name) if "." in name or ":" in name else named[name]
+    base = BaseDiskReader if is_reader else PipelineStep
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise InputError(f"this is no class of datatrove's {base.__name__}")
     modules = [base.__module__.split(".") for base in cls.__mro__]
-    if kind := {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]} & _REFUSED:
-        hint = "a step sees one document at a time: a filter, a formatter, or a class of your own"
+    packages = {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]}
+    if not is_reader and (kind := packages & _REFUSED):
+        hint = "a step sees one document at a time: a filter, an extractor, a formatter, or a class of your own"
         raise InputError(f"{cls.__name__} is one of datatrove's {kind.pop()}, which are no steps of a shard", hint=hint)
     return cls
 
 
-def _short_names() -> dict[str, Any]:
-    """Return datatrove's filters and formatters by short name, GopherQualityFilter as `gopher_quality`."""
-    from datatrove.pipeline import decont, filters, formatters
+def _short_names(*, is_reader: bool) -> dict[str, Any]:
+    """Return datatrove's readers or steps by short name, GopherQualityFilter as `gopher_quality`."""
+    from datatrove.pipeline import decont, extractors, filters, formatters, readers
 
-    found = {"decontamination": decont.NGramsDecontFilter}
-    for name, cls in (vars(filters) | vars(formatters)).items():
-        if isinstance(cls, type):
-            *words, _ = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
-            found["_".join(words).lower()] = cls
+    found = {} if is_reader else {"decontamination": decont.NGramsDecontFilter}
+    for module in (readers,) if is_reader else (filters, formatters, extractors):
+        for name, cls in vars(module).items():
+            if isinstance(cls, type):
+                words = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
+                found["_".join(words if module is extractors else words[:-1]).lower()] = cls
     return found
 
 

@@ -20,7 +20,7 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.publishing import work_folder
 from relayrun.tokens.readers.file_ranges import file_of_range
-from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
+from relayrun.tokens.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
@@ -49,6 +49,8 @@ class TuningTrial:
     """Rate of the node."""
     worker_bytes: int
     """Memory of the largest worker (resident set)."""
+    tokens_per_byte: float = 0.0
+    """Tokens per byte of the files that have been read to their end; 0 without such files."""
 
 
 def default_workers() -> list[int]:
@@ -65,10 +67,12 @@ def run_trials(
     batch_bytes: Sequence[int],
     seconds: float,
     temp_dir: str | None = None,
+    steps: str | None = None,
     report: Callable[[TuningTrial], None] = lambda trial: None,
 ) -> list[TuningTrial]:
     """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each. `temp_dir` should lie on the
-    dumps' file system. Raises InputError for missing dumps and invalid numbers, RelayrunError for a failing run."""
+    dumps' file system; `steps`: a YAML with a reader and a pipeline. Raises InputError for missing dumps and invalid
+    numbers, RelayrunError for a failing run."""
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
     metadata = DumpsFolder(metadata_folder)
@@ -79,7 +83,7 @@ def run_trials(
         for size in batch_bytes:
             tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
             with work_folder(temp_dir) as place:
-                trials.append(_run_trial(place, dataset, names, tried, seconds))
+                trials.append(_run_trial(place, dataset, names, tried, seconds, steps))
             report(trials[-1])
     return trials
 
@@ -89,6 +93,14 @@ def recommend_trial(trials: Sequence[TuningTrial]) -> TuningTrial:
     best = max(trial.tokens_per_second for trial in trials)
     good = [trial for trial in trials if trial.tokens_per_second >= GOOD_ENOUGH * best]
     return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
+
+
+def forecast(trial: TuningTrial, metadata_folder: str | os.PathLike[str]) -> str:
+    """Describe the time and memory of all dumps with the settings of a trial."""
+    size, memory = sum(DumpsFolder(metadata_folder).sizes().values()), trial.workers * trial.worker_bytes / 1e9
+    hours = size * trial.tokens_per_byte / trial.tokens_per_second / 3600 if trial.tokens_per_second else 0
+    said = f"about {hours:,.2g} hours of one node" if hours else "hours unknown, as no file ended: give more --seconds"
+    return f"all dumps, {size / 1e9:,.1f} GB of files: {said}, {memory:,.1f} GB of memory on each"
 
 
 def trial_row(trial: TuningTrial | None) -> str:
@@ -102,7 +114,7 @@ def trial_row(trial: TuningTrial | None) -> str:
 
 
 def _run_trial(
-    place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float
+    place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float, steps: str | None
 ) -> TuningTrial:
     output, log, workers = place / "tokens", place / "log", options.workers
     most_bytes = workers * seconds * _BYTES_PER_SECOND
@@ -115,11 +127,12 @@ def _run_trial(
     (place / "paths").write_bytes(paths_file_bytes(names))
     program = [sys.executable, str(places.shared_file("scripts/tokenization/preprocess_megatron.py"))]
     given = ["--output-folder", str(output), "--dataset", dataset, "--paths-file", str(place / "paths")]
+    given += [] if steps is None else ["--steps", os.path.abspath(steps)]
     command = [*program, *given, *options_to_flags(options)]
     environment = os.environ | {shard_folder.PROGRESS_VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
-            rate, memory = _measure(process, output, workers, seconds)
+            rate, memory, density = _measure(process, output, workers, seconds)
         finally:
             _end_program(process)
     if process.returncode > 0:
@@ -129,8 +142,10 @@ def _run_trial(
     if rate is None:  # the program finished within the time
         tasks = read_json(output / FOLDER_RECORD)["shards"].values()
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
-        rate = sum(task["tokens"] for task in tasks) / busy
-    return TuningTrial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
+        tokens = sum(task["tokens"] for task in tasks)
+        rate, density = tokens / busy, tokens / sum(file[1] for task in tasks for file in task["inputs"])
+    sizes = {"workers": workers, "batch_bytes": options.batch_bytes, "worker_bytes": memory}
+    return TuningTrial(tokens_per_second=rate, tokens_per_byte=density, **sizes)
 
 
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
@@ -151,34 +166,41 @@ def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: f
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = max((each for each in data_suffixes() if file.lower().endswith(each)), key=len)
-        names.append(f"{len(names):06d}{suffix}")
+        names.append(f"{len(names):06d}-{os.path.basename(file)[-40:]}")  # an ending says how a file is read
         os.symlink(file, folder / names[-1])
     return names
 
 
-def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
-    """Return tokens per second (None if the program ended by itself) and the memory of the largest worker."""
+def _measure(
+    process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float
+) -> tuple[float | None, int, float]:
+    """Return tokens per second (None if the program ended by itself), the memory of the largest worker, and tokens per
+    byte of the files that have ended."""
     first: dict[str, shard_folder.RunningTask] = {}
     last: dict[str, shard_folder.RunningTask] = {}
+    ended: dict[str, shard_folder.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0
     while process.poll() is None:
         for task in shard_folder.read_progress(output):
             if task.tokens:
                 first.setdefault(task.shard, task)
                 last[task.shard] = task
+                if task.bytes_read > ended.get(task.shard, first[task.shard]).bytes_read:
+                    ended[task.shard] = task
         now = time.monotonic()
         memory = max([memory, *_process_memory(process.pid)])
         if len(first) >= workers:
             counting = counting or now
             if now - counting >= seconds:
                 pairs = [(task, last[name]) for name, task in first.items()]
-                return sum((b.tokens - a.tokens) / (b.at - a.at) for a, b in pairs if b.at > a.at), memory
+                rate = sum((b.tokens - a.tokens) / (b.at - a.at) for a, b in pairs if b.at > a.at)
+                read = sum(task.bytes_read for task in ended.values())
+                return rate, memory, sum(task.tokens for task in ended.values()) / max(read, 1)
         elif now - begun > _START_SECONDS:
             words = f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s"
             raise RelayrunError(words, hint="give fewer --workers; is the file system slow?")
         time.sleep(0.2)
-    return None, memory
+    return None, memory, 0.0
 
 
 def _process_memory(pid: int) -> list[int]:

@@ -176,7 +176,7 @@ class _Source:
 
     def compare_sample(self) -> SourceComparison:
         """Compare some documents of one file."""
-        if self.record.settings.get("pipeline"):
+        if "pipeline" in self.record.settings:
             note = "steps made its texts; compare all of it with --full"
             return SourceComparison(prefix=self.shard.prefix, note=note)
         counts, prefix = self.task.file_documents, self.shard.prefix
@@ -221,14 +221,16 @@ class _Source:
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
         """Make the whole shard again and compare checksums."""
-        steps = self.record.settings.get("pipeline", [])
-        pipeline = tuple({each["step"]: each["arguments"]} for each in steps)
-        if describe_steps(pipeline) != steps:
+        known = {name: self.record.settings[name] for name in ("pipeline", "reader") if name in self.record.settings}
+        pipeline = tuple({each["step"]: each["arguments"]} for each in known.get("pipeline", ()))
+        reader = {known["reader"]["step"]: known["reader"]["arguments"]} if "reader" in known else None
+        if known and describe_steps(pipeline, reader) != known:
             return SourceComparison(prefix=self.shard.prefix, note="its steps have other versions now")
         options = TokenizeOptions(
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
+            reader=reader,
             pipeline=pipeline,
             on_step_error="drop",  # with "fail" there would be no shard if a step had raised
             on_error=cast(OnError, self.task.on_error),
