@@ -164,7 +164,6 @@ def test_a_url_is_no_place_to_write_to_whatever_became_of_its_slashes(url: str, 
     "command",
     [
         "dumps example --output-folder URL",
-        "dumps download me/x --include * --output-folder URL",
         "dumps tokenizer --bytes --output-folder URL",
         "dumps shuffle --dataset-folder . --output-folder URL",
         "dumps shuffle --dataset-folder . --output-folder x --temp-dir URL",

@@ -20,7 +20,7 @@ from relayrun.tokens.mixture import audit
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from tests import genomes, warm
 from tests.readme import ROOT, copy_tracked, path_with_relayrun
-from tests.tokens.test_download import FOLDER, DatasetHub
+from tests.tokens.test_hub_download import FOLDER, DatasetHub
 from tests.workspace import ends, steps
 
 PAGE = (ROOT / "docs/how-to/opengenome2.md").read_text(encoding="utf-8")

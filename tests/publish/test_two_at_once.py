@@ -31,7 +31,6 @@ SHOWN_BY = {
     "save": TRIGGERS,
     "stop": TRIGGERS,
     "cancel": TRIGGERS,
-    "dumps download": "huggingface_hub locks each file",
     "dumps dedup": "tests/tokens/test_dedup.py::test_nobody_prepares_or_deduplicates_meanwhile",
     "dumps submit": "each dump is tokenized under the lock of `dumps tokenize`",
     "dumps tune": "it measures in a temporary folder with its owner's name",

@@ -98,7 +98,6 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
 
 SUBCOMMANDS = (
     ("example", "text that every machine has, to try things with", tokenize.add_example_arguments),
-    ("download", "files of a data set of the Hugging Face hub, checksums compared", tokenize.add_download_arguments),
     ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", tokenize.add_tokenizer_arguments),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", tokenize.add_shuffle_arguments),
     ("prepare", "split a dataset into dumps, one job each", add_prepare_arguments),

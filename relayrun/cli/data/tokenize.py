@@ -1,4 +1,4 @@
-"""`relayrun dumps example | download | tokenizer | shuffle | tokenize`: from raw text to token shards.
+"""`relayrun dumps example | tokenizer | shuffle | tokenize`: from raw text to token shards.
 
 `tokenize` and `shuffle` are also programs in scripts/tokenization/. This module does not import numpy: `tokenize`
 limits the number of threads before it imports the libraries that start them.
@@ -17,36 +17,6 @@ from relayrun.errors import ConfigError
 from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import STEP_FIELDS, TokenizeOptions, add_tokenize_flags, options_from_flags
-
-
-def add_download_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add = parser.add_argument
-    add("repository", metavar="OWNER/NAME", help="a data set of the Hugging Face hub")
-    add("--include", required=True, nargs="+", metavar="PATTERN", help="paths of files in it, with * and ?")
-    add("--output-folder", required=True, type=Path, metavar="O", help="gets the files and SHA256SUMS")
-    add("--revision", default="main", metavar="R", help="branch, tag or commit (default: %(default)s)")
-    add("--workers", type=int, default=4, metavar="N", help="files at a time (default: %(default)s)")
-    parser.set_defaults(run=run_download)
-
-
-def run_download(options: argparse.Namespace) -> int:
-    """Download files, and print their folder. Raises RelayrunError."""
-    check_outputs({"--output-folder": options.output_folder})
-    # huggingface_hub, which takes a while to import
-    from relayrun.tokens.stores.hub_download import CHECKSUMS_FILE, download_dataset
-
-    count = download_dataset(
-        options.repository,
-        options.include,
-        options.output_folder,
-        revision=options.revision,
-        at_once=options.workers,
-        endpoint=os.environ.get("HF_ENDPOINT"),
-        report=lambda line: print(line, flush=True),
-    )
-    print(f"{count:,} files in {options.output_folder}, their checksums in {CHECKSUMS_FILE}")
-    return 0
 
 
 def add_example_arguments(parser: argparse.ArgumentParser) -> None:

@@ -101,6 +101,11 @@ def set_faults(
     if 0 < len(texts) < len(inventory.taken):
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
+    if begun := published.unfinished_downloads(_notes(inventory)):
+        words = "%s: the download of %s has begun and not ended: %s; run `hf download` again"
+        log.warning(
+            words, printable(folder), f"{len(begun):,} file{'s' if len(begun) != 1 else ''}", first_names(begun)
+        )
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
@@ -279,7 +284,7 @@ def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> Non
     lines = {} if urls.is_url(folder) else _read_inventory(path)
     notes = [name for name, line in lines.items() if line.get("why", FILTERED_OUT) != FILTERED_OUT]
     files = {file_of_range(name) for name in names}
-    listed = [each for each in published.listed_checksums(folder, notes) if each[0] in files]
+    listed = list(published.listed_checksums(folder, notes, files))
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
         good = pool.map(lambda each: published.has_checksum(os.path.join(folder, each[0]), each[1]), listed)
     faults, hint = [], "fetch it again, or leave out the file or the list with --filter-out"
@@ -297,7 +302,10 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
     pairs = {path: f"{path} = {first}" for path, first in twins.items()}
     for why in sorted({file.why for file in inventory.left_out}):
         files = [file for file in inventory.left_out if file.why == why]
-        names = first_names([pairs.pop(file.path, file.path) for file in files])
+        hidden = (re.sub(r"((?:^|.*?/)\.[^/]+/).*", r"\1", file.path, flags=re.DOTALL) for file in files)
+        names = first_names(
+            [*dict.fromkeys(pairs.pop(file.path, name) for file, name in zip(files, hidden, strict=True))]
+        )
         log.info("%sleft out, %s: %s: %s", of, why, _count(files), names)
     if pairs:
         words = "%s%s files may hold the text of others (names or samples are alike): %s"

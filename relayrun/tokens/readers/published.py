@@ -1,10 +1,11 @@
-"""Reads what publishers write beside data: lists and dataset cards of held-out files, and checksums.
+"""Reads what publishers and `hf download` write beside data: lists and dataset cards of held-out files, checksums.
 
 A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below a URL none of it is read.
 """
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import hashlib
 import json
@@ -105,22 +106,57 @@ _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 
 CHECKSUM_LIST = re.compile(r"(?is)(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?")
 
+_HUB_NOTE = re.compile(r"(?s)((?:.*/)?)\.cache/huggingface/download/(.+)\.(metadata|lock)")
+"""A note of `hf download --local-dir`: folder, file, kind. `metadata` is written when the file is whole, with the lines
+commit, etag and time; `lock` when it is begun. The format is that of huggingface_hub/_local_folder.py."""
 
-def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
+
+def listed_checksums(folder: str, notes: Iterable[str], files: Set[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield path and checksum of each of `files` that the lists among `notes` name, and the path of the list."""
     for path in notes:
         place, name = os.path.split(path)
-        if (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
+        if hub := _HUB_NOTE.fullmatch(path):
+            file = hub[1] + hub[2]
+            if hub[3] == "metadata" and file in files and (digest := _etag(os.path.join(folder, path))):
+                yield file, digest, path
+        elif (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
-                if len(digest) in _KINDS and (file := file.lstrip(" *") or of[1]):
-                    yield os.path.normpath(os.path.join(place, file)), digest.lower(), path
+                file = os.path.normpath(os.path.join(place, file.lstrip(" *") or of[1] or ""))
+                if len(digest) in _KINDS and file in files:
+                    yield file, digest.lower(), path
+
+
+def _etag(note: str) -> str | None:
+    """Return the checksum in a note of `hf download`: SHA-256 of a file in LFS or Xet, `blob ` and SHA-1 of Git's."""
+    try:
+        etag = Path(note).read_text("utf-8").splitlines()[1]
+    except (OSError, ValueError, IndexError):  # damaged, or gone since the inventory
+        return None
+    kinds = {40: f"blob {etag}", 64: etag}
+    return kinds.get(len(etag)) if re.fullmatch("[0-9a-f]+", etag) else None
 
 
 def has_checksum(path: str, digest: str) -> bool:
-    """Return whether a file has this checksum; it is read whole. Raises OSError."""
+    """Return whether a file has this checksum, of Git's kind behind `blob `; it is read whole. Raises OSError."""
+    kind, _, digest = digest.rpartition(" ")
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, _KINDS[len(digest)]).hexdigest() == digest
+        blob = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
+        return hashlib.file_digest(file, blob.copy if kind else _KINDS[len(digest)]).hexdigest() == digest
+
+
+def unfinished_downloads(notes: Set[str]) -> list[str]:
+    """Return the files that `hf download` has begun and not ended: a lock without the note of a whole file, or beside
+    the bytes so far, whose name begins with a hash of the note's name."""
+    begun = {path[: path.rfind("/") + 29] for path in notes if path.endswith(".incomplete")}
+    found = []
+    for path in notes:
+        if (hub := _HUB_NOTE.fullmatch(path)) and hub[3] == "lock":
+            place, note = os.path.split(path.removesuffix("lock") + "metadata")
+            short = base64.urlsafe_b64encode(hashlib.sha1(os.fsencode(note), usedforsecurity=False).digest()).decode()
+            if f"{place}/{note}" not in notes or f"{place}/{short}" in begun:
+                found.append(hub[1] + hub[2])
+    return sorted(found)
 
 
 FILTERED_OUT = "filtered out"

@@ -2,7 +2,6 @@
 
     urls        paths that may be URLs; listing, opening, and reads that are retried
     direct_io   large local files written past the page cache, and checksums
-    download    files of a data set on the Hugging Face hub
 
 In: paths and URLs. Out: open files, sizes, times and checksums. Credentials come from the environment.
 """
