@@ -190,7 +190,7 @@ def test_a_download_that_has_not_ended_is_named_and_goes_on(
     assert fetch(hub, data) == 1
     (whole,) = prepared(data)
     names = {f"{FOLDER}/data_metagenomics_train_chunk{number}.jsonl.gz" for number in (1, 2, 3)}
-    (said,) = [record.getMessage() for record in caplog.records if "has begun and not ended" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "a download has not ended" in record.getMessage()]
     assert {name for name in names if name in said} <= names - {whole} != set()
     hub.faults, before = [], len(hub.asked)
     caplog.clear()
@@ -219,7 +219,7 @@ def test_the_notes_of_a_killed_download_and_of_several_below_one_folder(
             short = base64.urlsafe_b64encode(hashlib.sha1(f"{name}.metadata".encode()).digest()).decode()
             (notes / f"{short}.{'0' * 64}.12345678.incomplete").write_bytes(content[:5])
     assert len(compare(tmp_path / "data")) == 4
-    assert "has begun and not ended: more/a/gone.jsonl, more/a/old.jsonl, train/a/gone.jsonl and 1 more" in caplog.text
+    assert "a download has not ended: more/a/gone.jsonl, more/a/old.jsonl, train/a/gone.jsonl and 1 more" in caplog.text
     (notes / "whole.jsonl.metadata").write_text(f"{COMMIT}\n{'1' * 64}\n1795849785.3\n")
     with pytest.raises(InputError, match=r"more/a/whole\.jsonl: its checksum is not the one"):
         compare(tmp_path / "data")

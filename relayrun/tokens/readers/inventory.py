@@ -49,6 +49,7 @@ _UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".fi
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
+_BELOW_HIDDEN = re.compile(r"(?s)((?:^|.*?/)\.[^/]+/).*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
 
@@ -102,10 +103,7 @@ def set_faults(
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
     if begun := published.unfinished_downloads(_notes(inventory)):
-        words = "%s: the download of %s has begun and not ended: %s; run `hf download` again"
-        log.warning(
-            words, printable(folder), f"{len(begun):,} file{'s' if len(begun) != 1 else ''}", first_names(begun)
-        )
+        log.warning("%s: a download has not ended: %s; run `hf download` again", printable(folder), first_names(begun))
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
@@ -302,11 +300,8 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
     pairs = {path: f"{path} = {first}" for path, first in twins.items()}
     for why in sorted({file.why for file in inventory.left_out}):
         files = [file for file in inventory.left_out if file.why == why]
-        hidden = (re.sub(r"((?:^|.*?/)\.[^/]+/).*", r"\1", file.path, flags=re.DOTALL) for file in files)
-        names = first_names(
-            [*dict.fromkeys(pairs.pop(file.path, name) for file, name in zip(files, hidden, strict=True))]
-        )
-        log.info("%sleft out, %s: %s: %s", of, why, _count(files), names)
+        names = dict.fromkeys(pairs.pop(file.path, _BELOW_HIDDEN.sub(r"\1", file.path)) for file in files)
+        log.info("%sleft out, %s: %s: %s", of, why, _count(files), first_names([*names]))
     if pairs:
         words = "%s%s files may hold the text of others (names or samples are alike): %s"
         log.warning(words, of, f"{len(pairs):,}", first_names([*pairs.values()]))
