@@ -2,39 +2,28 @@
 
 One process of a run sends at a time, and only for the owner of the run. It records a message before sending and the
 result afterwards: a kill may repeat a message but never loses it. Each target has its own thread, so a slow target does
-not delay the others. Mail, webhook and a command of the user take the standard library alone; other services take
-apprise, which is optional. Secrets come from the environment when a message is sent, and are removed from every error
-text.
+not delay the others. A command of the user takes the standard library alone; URLs take apprise, which is optional.
+Secrets come from the environment when a message is sent, and are removed from every error text.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import email.utils
-import http.client
-import json
 import logging
 import os
 import queue
 import re
 import signal
-import smtplib
-import ssl
 import subprocess
 import sys
 import threading
 import time
 import unicodedata
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from email.message import EmailMessage
-from email.policy import SMTP
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
+from urllib.parse import quote
 
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import MAX_WORDS, NoticeMessage, NoticePolicy, NoticeTarget
@@ -46,12 +35,10 @@ from relayrun.terminal import one_line
 from relayrun.watch.text import format_time
 
 ANSWER_SECONDS = 15.0
-"""Seconds that a receiver has to answer."""
+"""Seconds that a command has to end."""
 INSTALL_HINT = "install relayrun's extra `notify` where cluster.python is"
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_OWN_APIS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com")
-"""Hosts whose webhooks want a format of their own; apprise knows it."""
 _commands: set[int] = set()
 """Process groups of running commands."""
 
@@ -70,18 +57,23 @@ def send_to_target(
     limit: float = ANSWER_SECONDS,
 ) -> None:
     """Send one message. Raises NoticeSendError."""
-    try:
+    with _explaining(target, environment):
         if target.command:
             _send_to_command(target.command, subject, body, event, environment, limit)
-            return
-        url = expand_variables(target.url or "", environment)
-        parts = urlsplit(url)
-        if parts.scheme in ("mailto", "mailtos"):
-            _send_mail(parts, subject, body, limit)
-        elif parts.scheme in ("json", "jsons", "http", "https") and not _has_own_api(parts):
-            _send_to_webhook(parts, subject, body, event, limit)
         else:
-            _send_by_apprise(url, subject, body, event)
+            _send_by_apprise(expand_variables(target.url or "", environment), subject, body, event)
+
+
+def check_target(target: NoticeTarget, environment: Mapping[str, str]) -> None:
+    """Raise NoticeSendError if apprise is not installed or does not take the target's URL. Nothing is sent."""
+    with _explaining(target, environment):
+        _apprise_sender(expand_variables(target.url or "", environment))
+
+
+@contextlib.contextmanager
+def _explaining(target: NoticeTarget, environment: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # also any error of a library
         kind = "" if isinstance(error, NoticeSendError) else type(error).__name__
         words = ": ".join(filter(None, (kind, str(error))))
@@ -148,114 +140,44 @@ def end_commands() -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _send_mail(parts: SplitResult, subject: str, body: str, limit: float) -> None:
-    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    user = unquote(parts.username or "")
-    receivers = [each.strip() for each in query.get("to", "").split(",") if each.strip()]
-    if not receivers:
-        raise NoticeSendError("the mail URL names nobody: mailto://SERVER?to=NAME@DOMAIN")
-    host = query.get("smtp") or parts.hostname or "localhost"
-    mode = query.get("mode") or ("starttls" if parts.scheme == "mailtos" else "insecure")
-    port = parts.port or {"ssl": 465, "starttls": 587}.get(mode, 25)
-    message = EmailMessage(policy=SMTP.clone(max_line_length=998))
-    message["Subject"] = subject
-    message["From"] = query.get("from") or (user if "@" in user else f"relayrun@{os.uname().nodename}")
-    message["To"] = ", ".join(receivers)
-    message["Date"] = email.utils.formatdate()
-    message["Message-ID"] = email.utils.make_msgid(domain="relayrun")
-    message["Auto-Submitted"] = "auto-generated"
-    message.set_content(body)
-    context = ssl.create_default_context()
-    connect = (
-        smtplib.SMTP_SSL(host, port, timeout=limit, context=context)
-        if mode == "ssl"
-        else smtplib.SMTP(host, port, timeout=limit)
-    )
-    with connect as server:
-        if mode == "starttls":
-            server.starttls(context=context)
-        if parts.password is not None:
-            server.login(user, unquote(parts.password))
-        refused = server.send_message(message)
-    if refused:
-        raise NoticeSendError(f"the server took it for some, and refused {', '.join(refused)}")
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects of a webhook: the message would reach a host that the user did not name."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _send_to_webhook(parts: SplitResult, subject: str, body: str, event: str, limit: float) -> None:
-    secure = parts.scheme in ("jsons", "https")
-    host = parts.netloc.rpartition("@")[2]
-    query = f"?{parts.query}" if parts.query else ""
-    request = urllib.request.Request(
-        f"{'https' if secure else 'http'}://{host}{parts.path or '/'}{query}",
-        data=json.dumps({"title": subject, "message": body, "event": event}).encode(),
-        headers={"Content-Type": "application/json", "User-Agent": "relayrun"},
-    )
-    if parts.password is not None:
-        user = f"{unquote(parts.username or '')}:{unquote(parts.password)}".encode()
-        request.add_header("Authorization", "Basic " + base64.b64encode(user).decode())
-    opener = urllib.request.build_opener(_NoRedirect)
-    try:
-        with opener.open(request, timeout=limit):
-            return
-    except urllib.error.HTTPError as error:
-        with error:
-            raise NoticeSendError(f"the webhook answered {error.code} {error.reason}") from None
-    except urllib.error.URLError as error:
-        raise NoticeSendError(f"the webhook cannot be reached: {error.reason}") from None
-    except TimeoutError:
-        raise NoticeSendError(f"the webhook did not answer within {limit:.0f} s") from None
-    except http.client.HTTPException as error:
-        raise NoticeSendError(f"the webhook broke off: {type(error).__name__}") from None
-
-
-def _has_own_api(parts: SplitResult) -> bool:
-    host = parts.hostname or ""
-    return parts.scheme == "https" and any(host == each or host.endswith(f".{each}") for each in _OWN_APIS)
-
-
 def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
+    if url.startswith(("json:", "jsons:")):
+        url += f"{'&' if '?' in url else '?'}:event={event}"
+    kinds = {"stopped": "failure", "failed": "failure", "done": "success", "evaluation": "success", "test": "info"}
+    words = {"title": subject, "body": body, "body_format": "text", "notify_type": kinds.get(event, "warning")}
+    result = _apprise_sender(url).notify(**words, log_level=logging.DEBUG)
+    if not result:
+        said = [entry.message for entry in result.logs() if entry.level != "DEBUG" or _REFUSED.match(entry.message)]
+        raise NoticeSendError(_URL_PATH.sub("", " ".join(said)) or "apprise could not send it, and did not say why")
+
+
+_REFUSED = re.compile("Socket Exception: ")
+"""The only reason that apprise logs for a connection that fails, at the level of debugging."""
+_URL_PATH = re.compile(r"Max retries exceeded with url: \S* ")
+"""The path of a webhook in an error of requests; it may be the key."""
+
+
+def _apprise_sender(url: str) -> Any:
+    """Return apprise's sender for a URL. Raises NoticeSendError if apprise is not installed or does not take it."""
+    scheme = url.partition(":")[0]
     try:
         import apprise
     except ImportError:
-        raise NoticeSendError(
-            f"{url.partition(':')[0]} needs apprise, which this Python lacks; {INSTALL_HINT}"
-        ) from None
-    heard = _LastWarning()
+        raise NoticeSendError(f"{scheme} needs apprise, which this Python lacks; {INSTALL_HINT}") from None
     logger = logging.getLogger("apprise")
-    logger.addHandler(heard)
+    logger.setLevel(logging.DEBUG)  # for the reasons in its results
+    logger.propagate = False  # its records name URLs
+    memory = apprise.PersistentStoreMode.MEMORY  # on disk it would store session tokens
+    # a redirect would take the message to a host that the user did not name
+    asset = apprise.AppriseAsset(app_id="relayrun", async_mode=False, storage_mode=memory, http_redirects=False)
+    service, why = None, "it is the address of no service"
     try:
-        memory = apprise.PersistentStoreMode.MEMORY  # on disk it would store session tokens
-        asset = apprise.AppriseAsset(app_id="relayrun", async_mode=False, storage_mode=memory)
-        sender = apprise.Apprise(asset=asset)
-        if not sender.add(url):
-            scheme, why = url.partition(":")[0], heard.last or "a part is missing"
-            raise NoticeSendError(f"apprise does not take this {scheme} URL: {why}")
-        kinds = {"stopped": "failure", "failed": "failure", "done": "success", "evaluation": "success", "test": "info"}
-        kind, text = apprise.NotifyType(kinds.get(event, "warning")), apprise.NotifyFormat.TEXT
-        if not sender.notify(title=subject, body=body, body_format=text, notify_type=kind):
-            raise NoticeSendError(heard.last or "apprise could not send it, and did not say why")
-    finally:
-        logger.removeHandler(heard)
-
-
-class _LastWarning(logging.Handler):
-    """Keeps apprise's last warning of this thread: its methods return only True or False."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.last = ""
-        self._thread = threading.get_ident()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self._thread:
-            self.last = record.getMessage()
+        service = apprise.Apprise.instantiate(url, asset=asset, suppress_exceptions=False)
+    except TypeError as error:  # apprise's errors derive from it
+        why = str(error)
+    if service is None:
+        raise NoticeSendError(f"apprise does not take this {scheme} URL: {why}")
+    return apprise.Apprise([service], asset=asset)
 
 
 SUBJECT_LENGTH = 160

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_without_a_policy_nobody_looks(run: Run) -> None:
 
 def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
     """The batch script writes STOP without Python; then the next who looks tells it."""
-    tell(run, f"http://127.0.0.1:{web.port}/x")
+    tell(run, f"json://127.0.0.1:{web.port}/x")
     run.stop.write_text("begin failed in job 7 on n3 (exit code 1), 6 times in a row\n\nThe chain has ended.\n")
     (name,) = noted(run)
     assert sent(run) == []
@@ -126,7 +127,7 @@ def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
 
 
 def test_a_submit_begins_anew(run: Run) -> None:
-    policy = tell(run, "http://x/")
+    policy = tell(run, "json://x/")
     write_stop(run, ChainEnd("stopped", "stopped by ada"))
     assert len(noted(run)) == 1
     notices.write_notice_policy(run, replace(policy, since=6.0))
@@ -134,13 +135,13 @@ def test_a_submit_begins_anew(run: Run) -> None:
 
 
 def test_done_is_another_event_than_stopped(run: Run) -> None:
-    tell(run, "http://x/", events=("done",))
+    tell(run, "json://x/", events=("done",))
     write_stop(run, ChainEnd("done", "the last iteration, 3000, is saved"))
     assert [name.partition("-")[0] for name in noted(run)] == ["done"]
 
 
 def test_a_hang_and_failures_in_a_row(run: Run) -> None:
-    tell(run, "http://x/", failed_attempts=2)
+    tell(run, "json://x/", failed_attempts=2)
     end(run, 4, "hang")
     assert noted(run) == {"hang-0004": "attempt 4: hang, it says"}
     end(run, 5, "failed")
@@ -153,7 +154,7 @@ def test_a_hang_and_failures_in_a_row(run: Run) -> None:
 
 
 def test_a_failed_attempt_is_told_in_the_words_of_why(run: Run) -> None:
-    tell(run, "http://x/", failed_attempts=1)
+    tell(run, "json://x/", failed_attempts=1)
     end(run, 4, "failed", when=time.time())
     record = run.attempt(4).read_end()
     assert record is not None
@@ -162,22 +163,22 @@ def test_a_failed_attempt_is_told_in_the_words_of_why(run: Run) -> None:
 
 
 def test_an_attempt_that_ends_the_chain_is_told_with_the_stop(run: Run) -> None:
-    tell(run, "http://x/", failed_attempts=1)
+    tell(run, "json://x/", failed_attempts=1)
     end(run, 4, "fatal", action="stop")
     assert noted(run) == {}
-    tell(run, "http://x/", events=("failed",), failed_attempts=1)
+    tell(run, "json://x/", events=("failed",), failed_attempts=1)
     assert set(noted(run)) == {"failed-0004"}
 
 
 def test_what_happened_before_the_submit_is_not_told(run: Run) -> None:
-    tell(run, "http://x/", since=2e9, failed_attempts=1)
+    tell(run, "json://x/", since=2e9, failed_attempts=1)
     end(run, 4, "hang", when=1.9e9)
     append_line(run.evaluations_view, vars(EvaluationResult(iteration=100, attempt=1, status="done", time=1.9e9)))
     assert noted(run, now=2e9 + 1) == {}
 
 
 def test_no_durable_progress_counts_from_where_a_job_could_make_some(run: Run) -> None:
-    tell(run, "http://x/", no_progress=3600.0)  # the newest commit is of 1e9 + 3
+    tell(run, "json://x/", no_progress=3600.0)  # the newest commit is of 1e9 + 3
     began(run, 4, base=300)
     assert noted(run, now=1e9 + 3600) == {}
     run.attempt(4).begin.write_text(
@@ -190,7 +191,7 @@ def test_no_durable_progress_counts_from_where_a_job_could_make_some(run: Run) -
 
 
 def test_bad_losses_and_rollbacks(run: Run) -> None:
-    tell(run, "http://x/")
+    tell(run, "json://x/")
     began(run, 4, base=300)
     attempt = run.attempt(4)
     for iteration, change in ((301, {}), (302, {"skipped": "loss 99 is a spike"}), (303, {"loss": float("nan")})):
@@ -206,7 +207,7 @@ def test_bad_losses_and_rollbacks(run: Run) -> None:
 
 
 def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(run, "http://x/")
+    tell(run, "json://x/")
     began(run, 4, base=300)
     assert noted(run) == {}
 
@@ -220,7 +221,7 @@ def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_sick_node(run: Run) -> None:
-    tell(run, "http://x/")
+    tell(run, "json://x/")
     began(run, 4, base=300)
     found = HealthFinding(node="n1", check="gpus", value=3, limit=4, words="3 GPUs answer", hard=True, time=1e9)
     soft = HealthFinding(node="n2", check="tmp", value=0, limit=1, words="0 GB are free", hard=False, time=1e9)
@@ -235,7 +236,7 @@ def test_a_sick_node(run: Run) -> None:
 
 
 def test_an_evaluation_with_its_scores(run: Run) -> None:
-    tell(run, "http://x/")
+    tell(run, "json://x/")
     done = EvaluationResult(
         iteration=100, attempt=1, status="done", time=1e9, results={"arc": {"acc": 0.51, "acc_stderr": 0.1}}
     )
@@ -254,7 +255,7 @@ def test_an_evaluation_with_its_scores(run: Run) -> None:
 
 
 def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = tell(run, "http://x/")
+    policy = tell(run, "json://x/")
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
 
     def full(*_: object) -> None:
@@ -271,7 +272,7 @@ def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypa
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"run": 1}', '{"targets": [7]}'])
 def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.CaptureFixture[str]) -> None:
-    policy = tell(run, "http://x/")
+    policy = tell(run, "json://x/")
     if damage.startswith('{"targets'):
         damage = json.dumps(vars(policy) | json.loads(damage))
     run.notice_policy.write_text(damage)
@@ -285,7 +286,7 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
 
 def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a full disk would have it sent every minute."""
-    tell(run, f"http://127.0.0.1:{web.port}/")
+    tell(run, f"json://127.0.0.1:{web.port}/")
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
 
@@ -304,7 +305,7 @@ def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: py
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) -> None:
     """Killed before it is sent it comes once; killed before that is recorded it comes twice."""
-    tell(run, f"http://127.0.0.1:{web.port}/")
+    tell(run, f"json://127.0.0.1:{web.port}/")
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     program = f"""
@@ -336,7 +337,7 @@ send_notices.send_due_notices(Run(Path(sys.argv[1])), job=False, environment={{}
 
 @pytest.mark.slow
 def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
-    tell(run, f"http://127.0.0.1:{web.port}/")
+    tell(run, f"json://127.0.0.1:{web.port}/")
     for number in range(4, 8):
         end(run, number, "failed", when=time.time())
         noted(run)
@@ -354,7 +355,8 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
 ) -> None:
     """The others are told meanwhile; what was not sent stays for the next command, with the reason."""
     monkeypatch.setattr(background, "TERMINATE_SECONDS", 60.0)  # here a process may be slow for other reasons
-    tell(run, f"http://127.0.0.1:{web.port}/", f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
+    silent = f"json://127.0.0.1:{web.port}/?rto=600"
+    tell(run, silent, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org")
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     web.silent.set()
     told = NoticeSender(run, Plan.load(run))
@@ -376,7 +378,7 @@ def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypa
     monkeypatch.setattr(background, "NOTICES_END_SECONDS", 0.5)
     monkeypatch.setattr(background, "TERMINATE_SECONDS", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
+    tell(run, "json://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     began_at = time.monotonic()
     background.send_notices(run, Plan.load(run))
@@ -386,19 +388,19 @@ def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypa
 
 def test_one_target_that_fails_keeps_nothing_from_another(run: Run, web: Web) -> None:
     web.answers["/bad"] = (503, b"")
-    tell(run, f"http://127.0.0.1:{web.port}/bad", f"http://127.0.0.1:{web.port}/good", "${SLACK_WEBHOOK}")
+    tell(run, f"json://127.0.0.1:{web.port}/bad", f"json://127.0.0.1:{web.port}/good", "${SLACK_WEBHOOK}")
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     failed = sent(run)
-    assert sorted(failed)[0] == "t0: the webhook answered 503 Service Unavailable"
+    assert re.fullmatch(r"t0: .*error=503\.", sorted(failed)[0])
     assert sorted(failed)[1].startswith("t2: the environment variable SLACK_WEBHOOK is not set on ")
     web.answers.clear()
-    assert sent(run, SLACK_WEBHOOK=f"http://127.0.0.1:{web.port}/slack") == []
+    assert sent(run, SLACK_WEBHOOK=f"json://127.0.0.1:{web.port}/slack") == []
     assert sorted(path for _, path, _ in web.requests) == ["/bad", "/bad", "/good", "/slack"]
 
 
 def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(run, f"http://127.0.0.1:{web.port}/", events=("failed",), failed_attempts=1)
+    tell(run, f"json://127.0.0.1:{web.port}/", events=("failed",), failed_attempts=1)
     for number in range(4, 13):
         end(run, number, "failed", when=time.time())
         noted(run)
@@ -412,7 +414,7 @@ def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, mo
 
 
 def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
-    tell(run, f"http://127.0.0.1:{web.port}/")
+    tell(run, f"json://127.0.0.1:{web.port}/")
     replace(Plan.load(run), owner=os.geteuid() + 1).write(run.plan)
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     unsent_notices.send_in_background(run)
@@ -425,7 +427,7 @@ def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
 def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_says(
     run: Run, web: Web, whose: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tell(run, f"http://127.0.0.1:{web.port}/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
+    tell(run, f"json://127.0.0.1:{web.port}/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
     replace(Plan.load(run), owner=None).write(run.plan)
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
@@ -458,7 +460,7 @@ def test_a_link_in_the_place_of_a_file_that_names_programs_starts_nothing(
     run: Run, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `cp -rs` of another user's run makes them; the file behind it may be this user's."""
-    tell(run, "http://127.0.0.1:9/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
+    tell(run, "json://127.0.0.1:9/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
     replace(Plan.load(run), owner=None).write(run.plan)
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
@@ -483,7 +485,11 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
     program = tmp_path / "tell"
     program.write_text(f'#!/bin/bash\ncat /proc/*/cmdline 2>/dev/null | tr "\\0" " " >"{seen}"\nexit 1\n')
     program.chmod(0o755)
-    policy = tell(run, f"http://127.0.0.1:{web.port}/${{HOOK}}", f"mailto://ada:${{HOOK}}@127.0.0.1:{mail.port}?to=a@b")
+    policy = tell(
+        run,
+        f"json://127.0.0.1:{web.port}/${{HOOK}}",
+        f"mailto://ada:${{HOOK}}@127.0.0.1:{mail.port}?to=a@b.org&from=a@b.org",
+    )
     command = vars(NoticeTarget(name="t9", command=[str(program)], events=["stopped"]))
     notices.write_notice_policy(run, replace(policy, targets=[*policy.targets, command]))
     web.answers["/"] = (403, f"no {secret}".encode())
@@ -501,7 +507,7 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
 
 def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, web: Web) -> None:
     policy = tell(
-        run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.send_notices"]
+        run, f"json://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.send_notices"]
     )
     assert policy.program[0] == "/no/such/python"
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
@@ -509,8 +515,10 @@ def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, w
     assert len(web.requests) == 1
 
 
-def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None:
-    tell(run, f"http://127.0.0.1:{web.port}/", "ntfy://127.0.0.1/x")
+def test_a_command_needs_the_standard_library_alone_and_urls_say_what_they_need(run: Run, tmp_path: Path) -> None:
+    command = vars(NoticeTarget(name="t1", command=["/bin/sh", "-c", f"cat >{tmp_path}/told"], events=["stopped"]))
+    policy = tell(run, "json://127.0.0.1:9/")
+    notices.write_notice_policy(run, replace(policy, targets=[*policy.targets, command]))
     write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     bare = subprocess.run(
@@ -521,8 +529,10 @@ def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None
         env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         timeout=600,
     )
-    assert (bare.returncode, len(web.requests)) == (1, 1)
-    assert "ntfy needs apprise, which this Python lacks" in bare.stderr
+    assert bare.returncode == 1
+    assert "the chain has stopped: fatal: it broke" in (tmp_path / "told").read_text()
+    assert "t0: json needs apprise, which this Python lacks; install relayrun's extra `notify`" in bare.stderr
+    assert list(states(run).values()) == [["waits", "sent"]]
 
 
 def test_a_job_looks_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +558,7 @@ def test_a_command_that_acts_sends_and_status_says_what_is_not_sent(
     sent(run)
     assert main(["status", str(run.path)]) == 0
     assert "1 not sent: t0: the environment variable HOOK is not set on " in capsys.readouterr().out
-    monkeypatch.setenv("HOOK", f"http://127.0.0.1:{web.port}/hook")
+    monkeypatch.setenv("HOOK", f"json://127.0.0.1:{web.port}/hook")
 
     with monkeypatch.context() as patch:
         patch.setattr(unsent_notices, "_start", lambda *_: pytest.fail("a look sends"))
@@ -569,9 +579,9 @@ def test_a_command_that_acts_sends_and_status_says_what_is_not_sent(
 
 def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
     web.answers["/bad"] = (404, b"")
-    tell(run, f"http://127.0.0.1:{web.port}/good", f"http://127.0.0.1:{web.port}/bad")
+    tell(run, f"json://127.0.0.1:{web.port}/good", f"json://127.0.0.1:{web.port}/bad")
     assert main(["notify", "test", str(run.path)]) == 1
-    assert capsys.readouterr().out == "t0  sent\nt1  NOT SENT: the webhook answered 404 Not Found\n"
+    assert re.fullmatch(r"t0  sent\nt1  NOT SENT: .*error=404\.\n", capsys.readouterr().out)
     assert (
         json.loads(web.requests[0][2])["title"]
         == "[relayrun] tests/history on local: a test: a test: no run has changed"
@@ -619,7 +629,7 @@ def chain(run: Run, plan: Plan) -> None:
 @pytest.mark.slow
 def test_a_chain_that_stops_sends_one_mail(make_run: MakeRun, mail: Mailbox) -> None:
     run, plan = make_run("--fatal-at=3")
-    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time())
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org", since=time.time())
     chain(run, plan)
     wait_until_told(run)
     (letter,) = mail.letters
@@ -633,7 +643,7 @@ def test_a_stop_of_the_batch_script_is_told_by_the_job_itself(make_run: MakeRun,
     """Its supervisor does not start, so no Python has written the reason."""
     python = refusing_python(tmp_path, "begin", times=99)
     run, plan = make_run(host_python=python, auto_requeue=False)
-    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org", since=time.time() - 1)
     chain(run, plan)
     wait_until_told(run)
     (letter,) = mail.letters
@@ -643,7 +653,7 @@ def test_a_stop_of_the_batch_script_is_told_by_the_job_itself(make_run: MakeRun,
 @pytest.mark.slow
 def test_a_hang_and_a_done_run_are_told(make_run: MakeRun, mail: Mailbox) -> None:
     run, plan = make_run("--steps=6", total_steps=6)
-    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org", since=time.time() - 1)
     began(run, 1, base=0)
     Hang(iteration=2, phase="step", seconds=300.0, silent=[1], time=time.time()).write(run.attempt(1).hang)
     chain(run, plan)  # its first job closes the attempt that a kill left open
@@ -657,7 +667,7 @@ def test_ranks_that_hang_are_told(make_run: MakeRun, mail: Mailbox) -> None:
     run, plan = make_run(
         "--stop-at=3", "--stop-rank=1", hang_timeout=3, start_timeout=60, max_failed_attempts=2, time_limit=300
     )
-    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org", since=time.time() - 1)
     chain(run, plan)
     wait_until_told(run)
     assert_each_told(mail, "hung", "has stopped")

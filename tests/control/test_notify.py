@@ -29,7 +29,6 @@ from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 
 EVENTS = list(notices.NOTICE_EVENTS)
-APPRISE = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what apprise itself imports
 SECRET = "Zx81k9Qm44tTp0aa7Rw2"
 
 
@@ -99,7 +98,7 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path, url: str)
 @pytest.mark.parametrize(
     "url",
     [
-        "mailto://smtp.example.org?to=ada@example.org,bob@example.org",
+        "mailto://smtp.example.org?to=ada@example.org,bob@example.org&from=runs@example.org",
         "mailtos://ada:${MAIL_PASSWORD}@smtp.example.org:587?to=ada@example.org&from=runs@example.org&mode=starttls",
         "${SLACK_WEBHOOK}",
         "https://hooks.slack.com/services/${SLACK_PATH}",
@@ -185,7 +184,7 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
 
 
 def test_notify_test_of_a_config(tmp_path: Path, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
-    told = {"targets": {"team": {"url": f"http://127.0.0.1:{web.port}/x"}, "chat": {"url": "${NO_SUCH_VARIABLE}"}}}
+    told = {"targets": {"team": {"url": f"json://127.0.0.1:{web.port}/x"}, "chat": {"url": "${NO_SUCH_VARIABLE}"}}}
     path = Workspace(tmp_path).config("run", notify=told)
     assert main(["notify", "test", str(path)]) == 1
     team, chat = capsys.readouterr().out.splitlines()
@@ -348,32 +347,40 @@ def test_a_message_is_short_whatever_a_rank_wrote() -> None:
 def test_mail(mail: Mailbox) -> None:
     body = "a line\n.\n.hidden\n" + "é" * 2000
     send(f"mailto://127.0.0.1:{mail.port}?to=ada@example.org,bob@example.org&from=runs@example.org", body=body)
-    (letter,) = mail.letters
-    assert (letter["Subject"], letter["From"]) == ("subject", "runs@example.org")
-    assert mail.receivers == [["ada@example.org", "bob@example.org"]]
-    assert letter.get_content().splitlines() == body.split("\n")
-    assert letter["Auto-Submitted"] == "auto-generated"
+    assert mail.receivers == [["ada@example.org"], ["bob@example.org"]]
+    for letter in mail.letters:
+        assert (letter["Subject"], letter["From"]) == ("subject", "runs@example.org")
+        assert letter.get_content_type() == "text/plain"
+        assert letter.get_content().splitlines() == body.split("\n")
+
+
+def test_mail_without_a_sender_is_refused_with_the_reason(mail: Mailbox) -> None:
+    with pytest.raises(NoticeSendError, match="apprise does not take this mailto URL: Invalid ~From~ email specified"):
+        send(f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
+    assert mail.letters == []
 
 
 def test_webhook(web: Web) -> None:
-    send(f"http://127.0.0.1:{web.port}/hooks/${{PATH_OF_HOOK}}?x=1", PATH_OF_HOOK=SECRET)
-    ((method, path, content),) = web.requests
+    send(f"json://127.0.0.1:{web.port}/hooks/${{PATH_OF_HOOK}}?-x=1", PATH_OF_HOOK=SECRET)
+    send(f"json://127.0.0.1:{web.port}/hooks/", subject="[a] b: c", body="one\ntwo & <three>")
+    ((method, path, content), (_, _, other)) = web.requests
     assert (method, path) == ("POST", f"/hooks/{SECRET}?x=1")
-    assert json.loads(content) == {"title": "subject", "message": "body", "event": "hang"}
+    assert json.loads(content).items() >= {"title": "subject", "message": "body", "event": "hang"}.items()
+    assert json.loads(other).items() >= {"title": "[a] b: c", "message": "one\ntwo & <three>"}.items()
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ((500, b"broken"), "the webhook answered 500 Internal Server Error"),
-        ((302, b""), "the webhook answered 302 Found"),
-    ],
-)
-def test_a_webhook_that_refuses_or_points_elsewhere(web: Web, answer: tuple[int, bytes], reason: str) -> None:
-    web.answers["/"] = answer
+@pytest.mark.parametrize(("code", "reason"), [(500, "error=500"), (302, "error=302")])
+def test_a_webhook_that_refuses_or_points_elsewhere(web: Web, code: int, reason: str) -> None:
+    web.answers["/"] = code, b""
     with pytest.raises(NoticeSendError, match=reason):
         send(f"json://127.0.0.1:{web.port}/a")
     assert [path for _, path, _ in web.requests] == ["/a"]
+
+
+def test_what_apprise_does_not_take_is_refused_and_not_repeated() -> None:
+    with pytest.raises(NoticeSendError, match="apprise does not take this https URL") as error:
+        send("https://example.org/${S}", S=SECRET)
+    assert SECRET not in str(error.value)
 
 
 def test_a_command_reads_the_message_and_has_nothing_in_its_arguments(tmp_path: Path) -> None:
@@ -421,7 +428,7 @@ def test_an_address_that_nobody_answers_is_a_reason_without_secrets(web: Web) ->
     gone = web.port
     with web_server() as other:
         gone = other.port
-    for url in (f"http://127.0.0.1:{gone}/${{S}}", f"mailto://u:${{S}}@127.0.0.1:{gone}?to=a@b.org"):
+    for url in (f"json://127.0.0.1:{gone}/${{S}}", f"mailto://u:${{S}}@127.0.0.1:{gone}?to=a@b.org&from=a@b.org"):
         with pytest.raises(NoticeSendError) as error:
             send(url, S=SECRET)
         assert "refused" in str(error.value)
@@ -432,18 +439,14 @@ def test_an_address_that_nobody_answers_is_a_reason_without_secrets(web: Web) ->
 
 
 @pytest.mark.slow
-@APPRISE
 def test_ntfy(web: Web) -> None:
-    pytest.importorskip("apprise")
     send(f"ntfy://127.0.0.1:{web.port}/my-runs")
     (content,) = [json.loads(content) for _, _, content in web.requests]
     assert (content["topic"], content["title"], content["message"]) == ("my-runs", "subject", "body")
 
 
 @pytest.mark.slow
-@APPRISE
 def test_matrix(web: Web) -> None:
-    pytest.importorskip("apprise")
     web.answers["/_matrix/client/v3/login"] = (200, b'{"access_token": "t0", "home_server": "h", "user_id": "@bot:h"}')
     web.answers["/_matrix/client/v3/join"] = (200, b'{"room_id": "!room:h"}')
     send(f"matrix://bot:${{PW}}@127.0.0.1:{web.port}/!room:h?version=3", PW=SECRET)
@@ -466,11 +469,9 @@ ENVIRONMENT = {
 }
 
 
-@APPRISE
 @pytest.mark.parametrize("url", ["slack://${A}/${B}/${C}/#runs", "${SLACK}", "discord://${D}/${E}", "${DISCORD}"])
 def test_slack_and_discord_get_the_request_that_they_want(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """With apprise's way to the network replaced: address and content are compared."""
-    pytest.importorskip("apprise")
     import requests
 
     asked: list[tuple[str, dict[str, Any]]] = []
@@ -499,8 +500,11 @@ def test_slack_and_discord_get_the_request_that_they_want(monkeypatch: pytest.Mo
 
 def test_without_apprise_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apprise", None)
-    with pytest.raises(NoticeSendError, match="ntfy needs apprise, which this Python lacks; install relayrun's extra"):
-        send("ntfy://127.0.0.1:1/x")
+    for scheme in ("ntfy", "json", "mailto"):
+        with pytest.raises(
+            NoticeSendError, match=f"{scheme} needs apprise, which this Python lacks; install relayrun's"
+        ):
+            send(f"{scheme}://127.0.0.1:1/x")
 
 
 def test_a_damaged_record_of_a_delivery_is_begun_anew(tmp_path: Path) -> None:

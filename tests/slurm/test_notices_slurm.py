@@ -26,8 +26,13 @@ def test_a_chain_that_stops_sends_one_message_to_each_target(
     web: Web,
 ) -> None:
     run, plan = make_run("--fatal-at=3", **SLURM)
-    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", "${HOOK}", since=time.time() - 1)
-    cluster.sbatch([f"--export=ALL,HOOK=http://127.0.0.1:{web.port}/hook", run.job_script])
+    tell(
+        run,
+        f"mailto://127.0.0.1:{mail.port}?to=ada@example.org&from=runs@example.org",
+        "${HOOK}",
+        since=time.time() - 1,
+    )
+    cluster.sbatch([f"--export=ALL,HOOK=json://127.0.0.1:{web.port}/hook", run.job_script])
     wait_for_end(cluster, run, plan)
     wait_for(lambda: notices.pending_notices(run) == [])
     (letter,) = mail.letters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -393,7 +394,7 @@ def test_a_variable_of_a_target_that_is_not_set_is_a_warning(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     targets = {
-        "ann": {"url": "mailto://${SMTP_USER}:${SMTP_PASSWORD}@mail?to=a@b.c"},
+        "ann": {"url": "mailto://${SMTP_USER}:${SMTP_PASSWORD}@mail.example.org?to=a@b.org"},
         "me": {"command": ["tell", "$X"]},
     }
     path = workspace.config("run", notify={"targets": targets})
@@ -407,6 +408,34 @@ def test_a_variable_of_a_target_that_is_not_set_is_a_warning(
     found = [each for each in looked(path) if each.name == "notify.variables"]
     assert [each.level for each in found] == ["ok"]
     assert not [each for each in looked(workspace.config("other")) if each.name == "notify.variables"]
+
+
+def test_apprise_has_to_be_where_messages_are_sent_and_to_take_the_urls(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(**settings: Any) -> dict[str, str]:
+        path = workspace.config("run", notify={"targets": targets}, **settings)
+        return {
+            each.name: each.words for each in looked(path) if each.name.startswith("notify.") and each.level == "error"
+        }
+
+    targets: dict[str, Any] = {"a": {"url": "mailto://mail.example.org?to=a@b.org"}, "me": {"command": ["tell"]}}
+    assert refused() == {"notify.url": "apprise does not take this mailto URL: Invalid ~From~ email specified:"}
+    targets["a"]["url"] = "https://example.org/${HOOK}"
+    assert refused() == {}  # the variable is not set
+    monkeypatch.setenv("HOOK", "Zx81k9Qm44tTp0aa7Rw2")
+    assert refused() == {"notify.url": "apprise does not take this https URL: it is the address of no service"}
+    targets["a"]["url"] = "jsons://example.org/${HOOK}"
+    assert refused() == {}
+    bare = tmp_path / "python"
+    bare.write_text('#!/bin/sh\necho \'{"version": [3, 11], "missing": ["apprise"]}\'\n')
+    bare.chmod(0o755)
+    found = refused(cluster={"python": str(bare)})
+    assert found == {"notify.apprise": f"{bare} has no apprise"}
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    assert "jsons needs apprise, which this Python lacks; install relayrun's" in refused()["notify.url"]
+    targets.pop("a")
+    assert refused() == {}
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

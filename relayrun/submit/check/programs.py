@@ -19,6 +19,8 @@ from typing import Any
 
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.config.sections.notify import VARIABLE_PATTERN
+from relayrun.control.notify.notices import NoticeTarget
 from relayrun.control.trainers.command import PLACEHOLDERS
 from relayrun.errors import ConfigError
 from relayrun.submit.check import megatron_lm, rehearsal
@@ -32,6 +34,7 @@ from relayrun.submit.check.rehearsal import (
 )
 from relayrun.submit.run_plan import fill_in_python
 from relayrun.train import megatron_versions
+from relayrun.watch.send_notices import INSTALL_HINT, NoticeSendError, check_target
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")
@@ -176,11 +179,31 @@ def check_programs(config: CommonConfig, findings: Findings) -> None:
         _check_host_python(config, findings)
     if config.cluster.modules:
         _check_modules(config, findings)
+    _check_notify(config, findings)
     if isinstance(config, RunConfig):
         _check_packages(config, findings)
         rehearsal.check_user_code(config, findings)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
+
+
+def _check_notify(config: CommonConfig, findings: Findings) -> None:
+    """Check that apprise is where messages are sent from, and takes the URLs whose variables are set."""
+    python, environment = config.cluster.python, {**os.environ, **config.cluster.environment}
+    urls = {name: target.url for name, target in config.notify.targets.items() if target.url}
+    if urls and python is not None and not runs_in_container(config):
+        answer = _ask_python(python, ("apprise",), search_path(config))
+        if isinstance(answer, dict) and answer["missing"]:
+            how, words = findings.warn if config.cluster.modules else findings.refuse, f"{python} has no apprise"
+            how("notify.apprise", words, setting="cluster.python", remedy=INSTALL_HINT)
+    for name, url in urls.items():
+        is_set = all(environment.get(variable) for variable in VARIABLE_PATTERN.findall(url))
+        if is_set and (python is None or _is_here("apprise")):
+            try:
+                check_target(NoticeTarget(name=name, url=url), environment)
+            except NoticeSendError as error:
+                remedy = "`relayrun help notify` lists URLs; a webhook is jsons://HOST/PATH"
+                findings.refuse("notify.url", str(error), setting=f"notify.targets.{name}", remedy=remedy)
 
 
 def _check_packages(config: RunConfig, findings: Findings) -> None:
