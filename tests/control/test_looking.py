@@ -143,7 +143,7 @@ def tell(run: Run, command: list[str]) -> None:
     events = ["stopped", "failed", "done", "stalled", "hang"]
     targets = [
         {"name": "pager", "url": None, "command": command, "events": events},
-        {"name": "web", "url": "http://127.0.0.1:9/${WANDB_API_KEY}", "command": [], "events": events},
+        {"name": "web", "url": "json://127.0.0.1:9/${WANDB_API_KEY}", "command": [], "events": events},
     ]
     policy = {"run": "a/b", "cluster": "x", "since": 0.0, "targets": targets, "failed_attempts": 2, "program": command}
     (run.path / "notices").mkdir()

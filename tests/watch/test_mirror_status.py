@@ -75,7 +75,7 @@ def test_a_copier_that_does_not_start_is_told_with_the_cause(mirrored: Mirrored)
     log.write_text(f'Traceback (most recent call last):\n  File "sync.py", line 3, in <module>\n{words}\n')
     assert f"no pass has ended since the submit; {words} (sync.py:3) (looked " in mirror_line(mirrored)
     now, plan = time.time() + 2 * 3600, Plan.load(mirrored.run)
-    told = policy(NoticeTarget(name="t", url="https://example.invalid", events=["disk"]))
+    told = policy(NoticeTarget(name="t", url="jsons://example.invalid", events=["disk"]))
     (notice,) = events._mirror_notices(mirrored.run, plan, told, now)
     assert notice.event == "disk"
     assert notice.reason == f"checkpoints are not copied to the mirror: {words} (sync.py:3)"
@@ -117,7 +117,7 @@ def test_status_counts_no_copy_of_what_was_computed_again(mirrored: Mirrored) ->
 def test_a_job_tells_of_copies_that_wait_without_a_word_as_the_sentinel_does(mirrored: Mirrored) -> None:  # noqa: F811
     mirrored.sync()
     mirrored.save(40)
-    told = policy(NoticeTarget(name="t", url="https://example.invalid", events=["disk"]))
+    told = policy(NoticeTarget(name="t", url="jsons://example.invalid", events=["disk"]))
     hours = [events.NOT_COPIED_SECONDS / 2, events.NOT_COPIED_SECONDS * 2]
     plan = Plan.load(mirrored.run)
     early, late = ([*events._mirror_notices(mirrored.run, plan, told, time.time() + each)] for each in hours)
