@@ -35,8 +35,8 @@ class NotifyTarget(Section):
     """A recipient: a URL, or a command of your own."""
 
     url: SingleLine | None = None
-    """Recipient as a URL: mailto://SERVER?to=NAME@DOMAIN, json://HOST/PATH, https://... (webhooks), or any that apprise
-    knows. ${VARIABLE} is read from the environment; no secret may stand here."""
+    """Recipient as a URL of apprise: mailto://SERVER?to=A@B&from=C@D, jsons://HOST/PATH (a webhook), slack://... and so
+    on. ${VARIABLE} is read from the environment; no secret may stand here."""
     command: list[SingleLine] = []
     """Your own program and its arguments; it reads subject, an empty line and body. No secret may stand here."""
     events: list[Event] | None = None
