@@ -147,14 +147,10 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
     words = {"title": subject, "body": body, "body_format": "text", "notify_type": kinds.get(event, "warning")}
     result = _apprise_sender(url).notify(**words, log_level=logging.DEBUG)
     if not result:
-        said = [entry.message for entry in result.logs() if entry.level != "DEBUG" or _REFUSED.match(entry.message)]
-        raise NoticeSendError(_URL_PATH.sub("", " ".join(said)) or "apprise could not send it, and did not say why")
-
-
-_REFUSED = re.compile("Socket Exception: ")
-"""The only reason that apprise logs for a connection that fails, at the level of debugging."""
-_URL_PATH = re.compile(r"Max retries exceeded with url: \S* ")
-"""The path of a webhook in an error of requests; it may be the key."""
+        # why a connection failed is logged for debugging alone; the path of a URL in it may be a key
+        said = [e.message for e in result.logs() if e.level != "DEBUG" or e.message.startswith("Socket Exception: ")]
+        why = re.sub(r"Max retries exceeded with url: \S* ", "", " ".join(said))
+        raise NoticeSendError(why or "apprise could not send it, and did not say why")
 
 
 def _apprise_sender(url: str) -> Any:

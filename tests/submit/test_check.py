@@ -433,7 +433,10 @@ def test_apprise_has_to_be_where_messages_are_sent_and_to_take_the_urls(
     found = refused(cluster={"python": str(bare)})
     assert found == {"notify.apprise": f"{bare} has no apprise"}
     monkeypatch.setitem(sys.modules, "apprise", None)
-    assert "jsons needs apprise, which this Python lacks; install relayrun's" in refused(cluster={"python": None})["notify.url"]
+    assert (
+        "jsons needs apprise, which this Python lacks; install relayrun's"
+        in refused(cluster={"python": None})["notify.url"]
+    )
     targets.pop("a")
     assert refused() == {}
 
