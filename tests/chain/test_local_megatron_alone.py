@@ -33,7 +33,8 @@ def saved_twice(folder: Path, dialect: MegatronDialect, flags: str, **environmen
 
 def weights(checkpoint: Path) -> dict[tuple[str, int], torch.Tensor]:
     """Weights in fp32, by name and pipeline stage."""
-    tensors, found = whole_tensors(checkpoint), {}
+    tensors = whole_tensors(checkpoint)
+    found: dict[tuple[str, int], torch.Tensor] = {}
     for name, value in tensors.items():
         if name.startswith("decoder.layers.") and value.is_floating_point():
             whole = tensors.get(f"optimizer.state.fp32_param.{name}", value)

@@ -158,13 +158,13 @@ def alone(run: Run, folder: Path, *flags: str, load: Path | None = None) -> Step
 
     `flags`, `load`: of the first start.
     """
-    plan, found = Plan.read(run.plan), {}
+    plan, found = Plan.read(run.plan), Steps()
+    assert plan is not None
     begins = [begin.base_iteration for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
     words, checkout = plan.trainer_settings["run"], Path(plan.trainer_settings["dir"])
     for end in [*begins[1:], plan.total_steps]:
-        leave = ["--exit-interval", str(end)]
-        own = {"checkout": checkout, "ranks": plan.ntasks_per_node, "save": folder, "load": load}
-        found |= train_alone(words, *leave, *flags, **own)
+        now = ["--exit-interval", str(end), *flags]
+        found |= train_alone(words, *now, checkout=checkout, ranks=plan.ntasks_per_node, save=folder, load=load)
         flags, load = (), None
     return found
 
