@@ -209,7 +209,7 @@ def test_a_shrunk_launcher_trains_through_kills_and_a_phase_of_data(tmp_path: Pa
         return
     by_itself = alone(first, tmp_path / "alone-1") | alone(last, tmp_path / "alone-2", load=tmp_path / "alone-1")
     assert found["cut"] == by_itself
-    assert losses(found["cut"]) == pytest.approx(losses(found["whole"]), rel=1e-5)
+    assert losses(found["cut"]) == pytest.approx(losses(found["whole"]), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -253,4 +253,4 @@ def test_a_shrunk_launcher_of_a_longer_context_goes_on_with_an_earlier_model(
         assert found["cut"] == found["whole"]
         return
     assert found["cut"] == alone(run, tmp_path / "alone", "--finetune", "--no-load-rng", load=tmp_path / "earlier")
-    assert losses(found["cut"]) == pytest.approx(losses(found["whole"]), rel=1e-5)
+    assert losses(found["cut"]) == pytest.approx(losses(found["whole"]), rel=1e-4)
