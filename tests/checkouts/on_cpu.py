@@ -4,13 +4,15 @@
 
 It puts CPU stand-ins in place of torch's CUDA names, and tells torch's newer checkpoint writer what older forks ask of
 it. `MEGATRON_ON_CPU_SLOW=12:3`: behind twelve iterations each takes three seconds; `MEGATRON_ON_CPU_FAIL=5`: the
-sixth iteration of a program raises.
+sixth iteration of a program raises. `MEGATRON_ON_CPU_SORTED_GROUPS=1`: the optimizer's groups of parameters have one
+order on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import multiprocessing.spawn
 import os
@@ -192,6 +194,13 @@ def install_batches() -> None:
     batches.__next__ = following
 
 
+def sort_groups() -> None:
+    """Those with weight decay first, as on the stage with the embedding. From core 0.11, for a comparison."""
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    groups = optimizer._get_param_groups
+    optimizer._get_param_groups = lambda *a, **k: sorted(groups(*a, **k), key=lambda group: -group["wd_mult"])
+
+
 def install_saves() -> None:
     """Let older forks write checkpoints with this torch, and have helpers not import the whole program again."""
     if not hasattr(numpy, "product"):  # numpy 2; older forks ask for it
@@ -225,4 +234,6 @@ if __name__ == "__main__":
     program = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+    if os.environ.get("MEGATRON_ON_CPU_SORTED_GROUPS"):
+        sort_groups()
     runpy.run_path(program, run_name="__main__")
