@@ -235,7 +235,7 @@ class DedupStages:
             last.append({"decontamination": {"index_folder": index, "config": self.ngrams, "language": self._words()}})
         steps = ShardSteps(self.options, output=str(place), shard=f"{task:05d}", last=last)
         documents, skipped, bad = 0, {}, Counter[str]()
-        lines = JsonLines(place / f"{task:05d}.jsonl.gz")
+        lines = JsonLines(place / f"{task:05d}.jsonl.gz", level=1)  # for the stages alone
         with contextlib.closing(lines), contextlib.closing(steps):
             for name in self.files[task :: self.tasks]:
                 rows, before = steps.begin_file(name), documents
