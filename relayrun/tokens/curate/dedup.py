@@ -204,6 +204,7 @@ class DedupStages:
             record: dict[str, Any] = getattr(self, f"_make_{stage}")(folder, task) or {}
             made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
             record["files"] = {name: file_checksum(folder / name) for name in made}
+            record["bytes"] = sum((folder / name).stat().st_size for name in made)
             fsync_tree(folder)
             for name in made:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
