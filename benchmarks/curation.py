@@ -15,6 +15,7 @@ times as fast as theirs if the filters are exactly as fast.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gzip
 import json
@@ -23,6 +24,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,42 @@ def main() -> None:
     report(place, rounds, options.megabytes)
 
 
+class TotalMemory(threading.Thread):
+    """Looks at the memory of all processes below this one, ten times a second: pages that they share count once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self._over = 0, threading.Event()
+
+    def __enter__(self) -> TotalMemory:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(0.1):
+            self.largest = max(self.largest, sum(map(kilobytes, children(os.getpid()))))
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes below one."""
+    with contextlib.suppress(OSError):
+        own = [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
+        return own + [each for child in own for each in children(child)]
+    return []
+
+
+def kilobytes(pid: int) -> int:
+    """Return the proportional set size of a process."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return 0
+
+
 Sides = dict[str, dict[str, dict[str, float]]]
 
 
@@ -165,7 +203,9 @@ def minhash(place: Path, workers: int) -> dict[str, dict[str, float]]:
     words = {"language": "_curation_steps.Words", "minhash": MINHASH, "exact": False}
     values = settings(place, workers) | {"dedup": {"output_folder": f"{place}/clean", **words}}
     (place / "dedup.yaml").write_text(json.dumps(values))
-    own = measured([*relayrun, "dumps", "dedup", str(place / "dedup.yaml")])
+    with TotalMemory() as memory:
+        own = measured([*relayrun, "dumps", "dedup", str(place / "dedup.yaml")])
+    own["total_mb"] = memory.largest / 1024
     assert texts(place / "theirs") == texts(place / "clean"), "ours keeps other documents than datatrove"
     return {"datatrove": theirs, "relayrun": own}
 
@@ -180,7 +220,9 @@ def program(place: Path, source: str, *arguments: object) -> dict[str, float]:
     for folder in place.glob("theirs*"):
         shutil.rmtree(folder)
     (place / "program.py").write_text(source)
-    return measured([sys.executable, str(place / "program.py"), *map(str, arguments)])
+    with TotalMemory() as memory:
+        found = measured([sys.executable, str(place / "program.py"), *map(str, arguments)])
+    return found | {"total_mb": memory.largest / 1024}
 
 
 def report(place: Path, rounds: list[Sides], megabytes: int) -> None:
@@ -199,8 +241,8 @@ def report(place: Path, rounds: list[Sides], megabytes: int) -> None:
         share = filters(each, "datatrove") / seconds(each, "filters", "datatrove")
         return 1 / (share + (1 - share) / ratio(each, "tokenization"))
 
-    def memory(each: Sides) -> float:
-        return each["minhash"]["relayrun"]["largest_mb"] / each["minhash"]["datatrove"]["largest_mb"]
+    def memory(each: Sides, what: str) -> float:
+        return each["minhash"]["relayrun"][what] / each["minhash"]["datatrove"][what]
 
     shares = [filters(each, "datatrove") / seconds(each, "filters", "datatrove") for each in rounds]
     documents = sum(sum(1 for _ in file.open("rb")) for file in (place / "text").iterdir())
@@ -218,7 +260,8 @@ def report(place: Path, rounds: list[Sides], megabytes: int) -> None:
         "bound": spread([bound(each) for each in rounds]),
         "share_of_the_bound": spread([ratio(each, "filters") / bound(each) for each in rounds]),
         "minhash_over_datatrove": spread([ratio(each, "minhash") for each in rounds]),
-        "minhash_memory_of_datatroves": spread([memory(each) for each in rounds]),
+        "minhash_memory_of_datatroves": spread([memory(each, "total_mb") for each in rounds]),
+        "minhash_largest_process_of_datatroves": spread([memory(each, "largest_mb") for each in rounds]),
         "rounds": rounds,
     }
     write("curation", figures)

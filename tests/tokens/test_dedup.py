@@ -265,6 +265,10 @@ def test_what_is_kept_is_a_data_set_to_prepare(place: Place) -> None:
     size = sum(file.stat().st_size for file in files if file.is_file())
     said = f"dedup is done; files between its stages: {size / 1e9:.3f} GB in {work}"
     assert dedup_status(place.folder / "meta")[-1] == said
+    for file in files:
+        if "exclusions" not in file.parts:
+            file.unlink()
+    prepare_dumps(place.folder / "out", place.folder / "without", n_dumps=1)
     (place.folder / "out/_dedup/records/kept-00001.json").unlink()
     with pytest.raises(InputError, match="this deduplication is not complete"):
         prepare_dumps(place.folder / "out", place.folder / "again")

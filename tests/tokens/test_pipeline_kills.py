@@ -86,8 +86,7 @@ def begin(run: Callable[[str], None], out: str) -> Any:
 
     def work() -> None:
         os.setsid()
-        with open(os.devnull, "w") as nowhere:
-            sys.stdout, sys.stderr = nowhere, nowhere
+        with open(os.devnull, "w") as sys.stdout:
             run(out)
 
     process = multiprocessing.get_context("fork").Process(target=work)
