@@ -257,12 +257,9 @@ def test_what_is_kept_is_a_data_set_to_prepare(place: Place) -> None:
     (dump,) = prepare_dumps(place.folder / "out", place.folder / "next", n_dumps=1)
     assert sorted(file.path for file in dump.files) == [f"0000{task}.jsonl.gz" for task in range(3)]
     work = place.folder / "out/_dedup"
-    files = [
-        file
-        for stage in ("documents", "exact", "signatures", "buckets", "clusters")
-        for file in (work / stage).rglob("*")
-    ]
-    size = sum(file.stat().st_size for file in files if file.is_file())
+    stages = "documents", "exact", "signatures", "buckets", "clusters"
+    files = [file for stage in stages for file in (work / stage).rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
     said = f"dedup is done; files between its stages: {size / 1e9:.3f} GB in {work}"
     assert dedup_status(place.folder / "meta")[-1] == said
     for file in files:
