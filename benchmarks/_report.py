@@ -508,6 +508,26 @@ SECTIONS: dict[str, list[Row]] = {
         Row("of these a second time", "largest.end.opened_again", ".0f", most=5),
         Row("before", "largest.before.end.opened", ".0f"),
     ],
+    "curation": [
+        Row("MB of text", "text_mb", ".0f"),
+        Row(
+            "CPU time of datatrove's executor with FineWeb's filters and tokenization over ours",
+            "whole_over_datatrove",
+            ".2f",
+        ),
+        Row("the same of tokenization alone", "tokenization_over_datatrove", ".1f"),
+        Row("the same of the filters: the difference", "filters_over_datatrove", ".2f", least=1),
+        Row("the filters' share of datatrove's time", "filters_share_of_datatrove", ".2f"),
+        Row(
+            "the first as a share of what it is where filters are as fast as theirs",
+            "share_of_the_bound",
+            ".2f",
+            least=0.9,
+        ),
+        Row("CPU time of datatrove's MinHash over ours, same documents", "minhash_over_datatrove", ".2f", least=1),
+        Row("memory of all processes of it, over datatrove's", "minhash_memory_of_datatroves", ".2f", most=1),
+        Row("the same of the largest process", "minhash_largest_process_of_datatroves", ".2f", most=1),
+    ],
     "start": [
         Row("CPU seconds of `relayrun --help`", "help", ".2f", most=0.1),
         Row("CPU seconds of `relayrun status` of a run with three attempts", "status", ".2f", most=0.3),

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -347,9 +348,11 @@ def make_tokenizer() -> Path:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         found = importlib.util.find_spec("llama_models")
-        made, origin = (
-            (_llama3(Path(found.origin).parent), "llama3") if found and found.origin else (_trained(), "trained")
-        )
+        if found and found.origin:
+            made, origin = _llama3(Path(found.origin).parent), "llama3"
+        else:
+            tables = (pq.read_table(each, columns=["text"])["text"] for each in sorted(corpus().glob("*.parquet")))
+            made, origin = trained(text for texts in tables for text in texts.to_pylist()), "trained"
         (file.parent / "origin.txt").write_text(origin)
         made.save(str(file) + ".tmp")
         os.rename(str(file) + ".tmp", file)
@@ -371,7 +374,8 @@ def _llama3(package: Path) -> Any:
     ).converted()
 
 
-def _trained() -> Any:
+def trained(texts: Iterable[str], size: int = 128_000) -> Any:
+    """A tokenizer with Llama 3's pattern and so many entries, trained on these texts."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -383,13 +387,12 @@ def _trained() -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=128_000,
+        vocab_size=size,
         special_tokens=[EOS],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tables = (pq.read_table(file, columns=["text"])["text"].to_pylist() for file in sorted(corpus().glob("*.parquet")))
-    tokenizer.train_from_iterator((text for texts in tables for text in texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

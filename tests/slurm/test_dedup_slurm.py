@@ -66,7 +66,8 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Path) -> None:
+@pytest.mark.parametrize(("seed", "kills"), [(1, 4), (2, 8), (3, 8)])
+def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Path, seed: int, kills: int) -> None:
     deduplicate(load_tokenization_config(make_config(data, "local", executor="local")), wait=True)
     expected = kept(data / "local")
     assert len(expected) == 12
@@ -75,8 +76,8 @@ def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Pat
     assert [line for line in said.splitlines() if line.startswith("stage buckets: 4 tasks in 2 jobs of Slurm array ")]
     assert "dedup kept: 4/4 tasks" in said
     assert kept(data / "whole") == expected
-    generator, config = random.Random(1), make_config(data, "killed")
-    for _ in range(4):
+    generator, config, killed, folders = random.Random(seed), make_config(data, "killed1"), 0, 1
+    while killed < kills:
         cluster.run([*command, config], env=here)
         refused = cluster.run([*command, config], check=False, env=here)
         assert "pending or running as Slurm jobs" in refused.stderr
@@ -85,9 +86,15 @@ def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Pat
         if arrays:
             cluster.run(["scancel", "--signal=KILL", "--full", *arrays], check=False)
             cluster.run(["scancel", *arrays], check=False)
+            killed += 1
         cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
+        if not arrays:  # it was done before
+            assert kept(data / f"killed{folders}") == expected
+            folders += 1
+            config = make_config(data, f"killed{folders}")
     cluster.run([*command, config, "--wait"], timeout=540, env=here)
-    assert kept(data / "killed") == expected
+    assert kept(data / f"killed{folders}") == expected
+    print(f"seed {seed}: {killed} kills in {folders} folders")
 
 
 def test_a_stage_that_fails_ends_those_behind_it(cluster: TestCluster, data: Path) -> None:

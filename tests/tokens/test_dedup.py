@@ -256,9 +256,20 @@ def test_what_is_kept_is_a_data_set_to_prepare(place: Place) -> None:
     deduplicate(place.config(), wait=True)
     (dump,) = prepare_dumps(place.folder / "out", place.folder / "next", n_dumps=1)
     assert sorted(file.path for file in dump.files) == [f"0000{task}.jsonl.gz" for task in range(3)]
+    work = place.folder / "out/_dedup"
+    stages = "documents", "exact", "signatures", "buckets", "clusters"
+    files = [file for stage in stages for file in (work / stage).rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    said = f"dedup is done; files between its stages: {size / 1e9:.3f} GB in {work}"
+    assert dedup_status(place.folder / "meta")[-1] == said
+    for file in files:
+        if "exclusions" not in file.parts:
+            file.unlink()
+    prepare_dumps(place.folder / "out", place.folder / "without", n_dumps=1)
     (place.folder / "out/_dedup/records/kept-00001.json").unlink()
     with pytest.raises(InputError, match="this deduplication is not complete"):
         prepare_dumps(place.folder / "out", place.folder / "again")
+    assert dedup_status(place.folder / "meta")[-1].startswith("dedup kept: 2/3 tasks")
 
 
 def test_finished_tasks_stay_and_other_settings_and_files_are_refused(

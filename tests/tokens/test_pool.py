@@ -20,6 +20,10 @@ def task(number):
     return number, len(LOADED)
 
 if __name__ == "__main__":
+    if sys.argv[1] == "job":
+        import relayrun.tokens.tokenize.dump_jobs
+    if sys.argv[1] == "stage":
+        import relayrun.cli.data.dumps, relayrun.tokens.curate.dedup_jobs
     use_one_thread()
     if sys.argv[1] == "libraries":
         import numpy, pyarrow.parquet, relayrun.tokens.tokenize.pipeline
@@ -33,7 +37,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "seen"), [("nothing", 1), ("libraries", 1), ("thread", 0)])
+@pytest.mark.parametrize(("what", "seen"), [("nothing", 1), ("libraries", 1), ("job", 1), ("stage", 1), ("thread", 0)])
 def test_workers_share_what_is_loaded_where_there_is_one_thread(tmp_path: Path, what: str, seen: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), what, str(tmp_path / "lock")]

@@ -6,3 +6,7 @@
 In: the documents of a metadata folder, behind the steps of its YAML. Out: a folder of .jsonl.gz that `relayrun dumps
 prepare` reads. See `relayrun help clean`.
 """
+
+from relayrun.tokens.tokenize.processes import use_one_thread
+
+use_one_thread()  # before these modules import Arrow, whose threads would keep workers from being forks

@@ -204,6 +204,7 @@ class DedupStages:
             record: dict[str, Any] = getattr(self, f"_make_{stage}")(folder, task) or {}
             made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
             record["files"] = {name: file_checksum(folder / name) for name in made}
+            record["bytes"] = sum((folder / name).stat().st_size for name in made)
             fsync_tree(folder)
             for name in made:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +236,7 @@ class DedupStages:
             last.append({"decontamination": {"index_folder": index, "config": self.ngrams, "language": self._words()}})
         steps = ShardSteps(self.options, output=str(place), shard=f"{task:05d}", last=last)
         documents, skipped, bad = 0, {}, Counter[str]()
-        lines = JsonLines(place / f"{task:05d}.jsonl.gz")
+        lines = JsonLines(place / f"{task:05d}.jsonl.gz", level=1)  # for the stages alone
         with contextlib.closing(lines), contextlib.closing(steps):
             for name in self.files[task :: self.tasks]:
                 rows, before = steps.begin_file(name), documents

@@ -255,7 +255,7 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
 def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
     """Return a line for each stage of `relayrun dumps dedup`, and one for an error; none without a deduplication."""
     work = DumpsFolder(metadata_folder).dedup_link / DEDUP_WORK
-    found: list[str] = []
+    found, size = list[str](), 0
     with contextlib.suppress(OSError, ValueError):
         counts: dict[str, list[dict[str, Any]]] = {}
         for file in sorted((work / "records").iterdir()):
@@ -267,6 +267,9 @@ def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
             left = sum(len(record.get("skipped", ())) for record in records)
             words = f"dedup {stage}: {len(records)}/{number} tasks" + (f"; documents: {steps}" if steps else "")
             found.append(words + (f"; left out: {left:,} files" if left else ""))
+            size += sum(record.get("bytes", 0) for record in records if stage != "kept")
+        if found[-1].startswith(f"dedup kept: {number}/{number} "):
+            found.append(f"dedup is done; files between its stages: {size / 1e9:,.3f} GB in {os.path.realpath(work)}")
         with contextlib.suppress(OSError):
             found.append(f"dedup failed: {Path(work, ERROR_FILE).read_text(encoding='utf-8').strip()}")
     return found

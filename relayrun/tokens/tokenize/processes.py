@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
@@ -220,7 +221,7 @@ def _run_here(
 def _run_on_processes(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
 ) -> dict[K, Exception]:
-    forked = len(os.listdir("/proc/self/task")) == 1
+    forked = _has_one_thread()
     context: BaseContext = multiprocessing.get_context("fork" if forked else "spawn")
     lifeline, our_end = context.Pipe(duplex=False)
     errors: dict[K, Exception] = {}
@@ -250,6 +251,20 @@ def _run_on_processes(
         our_end.close()
         lifeline.close()
     return errors
+
+
+def _has_one_thread() -> bool:
+    """Return whether this process can be forked. Threads of OpenBLAS, which numpy starts, end before a fork, and those
+    of a closed pool end a moment later than they are joined."""
+    with warnings.catch_warnings(action="ignore"):  # Python 3.12 warns of a fork beside threads
+        if (child := os.fork()) == 0:
+            os._exit(0)
+    os.waitpid(child, 0)
+    for _ in range(20):
+        if len(os.listdir("/proc/self/task")) == 1:
+            return True
+        time.sleep(0.005)
+    return False
 
 
 def _initialize_worker(lifeline: Connection, other_end: Connection | None) -> None:

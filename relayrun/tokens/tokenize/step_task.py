@@ -110,15 +110,15 @@ class JsonLines:
     """A .jsonl.gz file that is being written, with a member of gzip for each input file. It holds no time: the same
     lines give the same bytes."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, level: int = 6) -> None:
+        self.path, self._level = Path(path), level
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._raw = open(path, "wb")  # noqa: SIM115 - closed by close
         self._member = self._begin()
 
     def _begin(self) -> gzip.GzipFile:
         self._start = self._raw.tell()
-        return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=self._raw, mtime=0)
+        return gzip.GzipFile(filename="", mode="wb", compresslevel=self._level, fileobj=self._raw, mtime=0)
 
     def begin_member(self) -> None:
         """Begin the next member; an empty one leaves no bytes."""
