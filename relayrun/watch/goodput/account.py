@@ -38,6 +38,11 @@ class AllocationAccount:
     """Microseconds before it: `queued`, in `back-off` after a failure, and `stopped` without a submitted job."""
 
     @property
+    def submit(self) -> float:
+        """Seconds since 1970; the start if the submit is unknown."""
+        return self.start if self.allocation.submit is None else min(self.allocation.submit, self.start)
+
+    @property
     def attempt(self) -> int | None:
         return None if self.allocation.facts is None else self.allocation.facts.begin.attempt
 
@@ -96,9 +101,8 @@ class NodeTimeAccount:
     @property
     def elapsed(self) -> int:
         """Microseconds from the first submission to the newest known time."""
-        first = self.allocations[0]
-        begin = first.start if first.allocation.submit is None else min(first.allocation.submit, first.start)
-        return to_microseconds(max(each.end for each in self.allocations)) - to_microseconds(begin)
+        end = max(each.end for each in self.allocations)
+        return to_microseconds(end) - to_microseconds(self.allocations[0].submit)
 
     @property
     def goodput(self) -> float:
