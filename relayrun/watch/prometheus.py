@@ -26,7 +26,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, user_name
 from relayrun.files import raise_open_file_limit
-from relayrun.watch.goodput.attempt_sums import read_attempt_sums
+from relayrun.watch.goodput.account import read_attempt_sums
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary, damaged_records_as_error
@@ -140,35 +140,33 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
     if left is not None:
         yield "remaining_seconds", {}, left.seconds
         yield "remaining_node_seconds", {}, left.node_hours * 3600
-    with contextlib.suppress(RelayrunError, OSError), damaged_records_as_error(run):  # no attempt has begun, or that
+    with contextlib.suppress(RelayrunError, OSError), damaged_records_as_error(run):  # also: no attempt has begun
         lines = islice(newest_valid_lines(run), 20)
         yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)
+        yield "node_failures_total", {}, len(read_node_failures(run))
         plan = Plan.load(run)
+        sums = read_attempt_sums(run, plan, now=now)
         if plan.chain.max_node_hours is not None:
             yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600
-        yield "node_failures_total", {}, len(read_node_failures(run))
-        yield from _sums_samples(read_attempt_sums(run, plan, now=now))
+            yield "budget_used_node_seconds", {}, sums["used"] / MICROSECONDS_PER_SECOND
+        yield from _sums_samples(sums)
 
 
 def _sums_samples(sums: Mapping[str, int]) -> Samples:
-    kinds: dict[str, dict[str, int]] = {"end": {}, "restart": {}, "part": {}, "wait": {}}
-    for name, amount in sums.items():
-        kind, _, rest = name.partition(" ")
-        if rest:
-            kinds[kind][rest] = amount
-    yield "attempts_total", {}, sum(kinds["end"].values())
-    for cause, number in kinds["end"].items():
-        if cause != "running":
-            yield "attempt_ends_total", {"cause": cause}, number
+    ends, parts, waits = (
+        {name.removeprefix(kind): amount for name, amount in sums.items() if name.startswith(kind)}
+        for kind in ("end ", "part ", "wait ")
+    )
+    yield "attempts_total", {}, sum(ends.values())
+    for cause, count in ends.items():
+        yield "attempt_ends_total", {"cause": cause}, None if cause == "running" else count
     for cause in ("node", "rank", "other"):
-        yield "rank_restarts_total", {"cause": cause}, kinds["restart"].get(cause, 0)
+        yield "rank_restarts_total", {"cause": cause}, sums.get(f"restart {cause}", 0)
     for part in PARTS:
-        seconds = kinds["part"].get(part.name, 0) / MICROSECONDS_PER_SECOND
+        seconds = parts.get(part.name, 0) / MICROSECONDS_PER_SECOND
         yield "node_seconds", {"part": part.name, "group": part.group}, seconds
-    allocated, elapsed = sum(kinds["part"].values()), sums["end"] - sums["begin"]
-    yield "goodput_ratio", {}, kinds["part"].get("step", 0) / allocated if allocated else 0.0
+    allocated, elapsed = sum(parts.values()), sums["end"] - sums["begin"]
+    yield "goodput_ratio", {}, parts.get("step", 0) / allocated if allocated else 0.0
     yield "effective_training_time_ratio", {}, sums["stepped"] / elapsed if elapsed else 0.0
-    for kind, amount in kinds["wait"].items():
+    for kind, amount in waits.items():
         yield "wait_seconds", {"kind": kind}, amount / MICROSECONDS_PER_SECOND
-    if "used" in sums:
-        yield "budget_used_node_seconds", {}, sums["used"] / MICROSECONDS_PER_SECOND

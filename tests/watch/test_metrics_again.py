@@ -21,7 +21,7 @@ from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from relayrun.watch import prometheus
-from relayrun.watch.goodput.attempt_sums import read_attempt_sums
+from relayrun.watch.goodput.account import read_attempt_sums
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.summary import summarize_run
 from tests.history import STEP, began, ended, history_plan

@@ -109,23 +109,17 @@ def _use_of(member: CampaignMember, now: float) -> Iterator[tuple[Plan, float, i
         log_line(f"what {member.name} has used of the budget is not known: {error}")
 
 
-def used_node_seconds(
-    run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = 0.0, behind: int = 0
-) -> float:
+def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = 0.0) -> float:
     """Return the seconds of all nodes that the run's attempts have had after `since`. An end that is not recorded
-    counts as the next job's start or, for the newest attempt, as `until`. Only attempts `before` this number and
-    `behind` that one count."""
-    return sum(seconds * nodes for seconds, nodes, _ in _spans(run, plan, until, before, since, behind))
+    counts as the next job's start or, for the newest attempt, as `until`. `before`: only attempts with a smaller number
+    count."""
+    return sum(seconds * nodes for seconds, nodes, _ in _spans(run, plan, until, before, since))
 
 
-def _spans(
-    run: Run, plan: Plan, until: float, before: int | None, since: float, behind: int = 0
-) -> Iterator[tuple[float, int, int]]:
+def _spans(run: Run, plan: Plan, until: float, before: int | None, since: float) -> Iterator[tuple[float, int, int]]:
     """Yield seconds and nodes of each attempt, newest first, and the nodes that it still has."""
     now = until
     for number in reversed(run.attempt_numbers()):
-        if number <= behind:
-            break
         attempt = run.attempt(number)
         begin = attempt.read_begin()
         if begin is None or (before is not None and number >= before):
