@@ -14,7 +14,6 @@ What lies where. A room imports only rooms that stand below it in this list, whi
     config.compose    from YAML files to one checked config
     control           what decides and survives: chain, agents, trainers, scheduler, run directory
     config.sections   the settings of a run
-    user_cache        values of the user's cache, which are quick to read and slow to compute
     trust             whose a file is, and whether it may start a program
     slurmtime         durations as Slurm writes them
     places            the code, the files that belong to it, and the project

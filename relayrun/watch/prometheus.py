@@ -77,8 +77,9 @@ class RunsCollector:
                 for metric, further, value in run_samples(found, now=now):
                     if value is not None:
                         kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
-                        new = kind(f"relayrun_{metric}", METRICS[metric], labels=[*own, *further])
-                        families.setdefault(metric, new).add_metric([*own.values(), *further.values()], float(value))
+                        if metric not in families:
+                            families[metric] = kind(f"relayrun_{metric}", METRICS[metric], labels=[*own, *further])
+                        families[metric].add_metric([*own.values(), *further.values()], float(value))
         yield from families.values()
 
 

@@ -15,7 +15,7 @@ from relayrun.tokens.tokenize.encode import tokenizer as loading
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.user_cache import read_cache
+from relayrun.trust import read_cache
 from tests.published import small
 
 EOS = "<|endoftext|>"

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from relayrun.control.rundir.attempt import METRICS_NAME
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import file_identity
-from relayrun.user_cache import read_cache, write_cache
+from relayrun.trust import read_cache, write_cache
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
 from relayrun.watch.goodput.ledger import (
@@ -52,11 +53,6 @@ class AllocationAccount:
     """Microseconds in which steps that count were computed, on any number of nodes."""
     waited: dict[str, int]
     """Microseconds before it: `queued`, in `back-off` after a failure, and `stopped` without a submitted job."""
-
-    @property
-    def submit(self) -> float:
-        """Seconds since 1970; the start if the submit is unknown."""
-        return self.start if self.allocation.submit is None else min(self.allocation.submit, self.start)
 
     @property
     def attempt(self) -> int | None:
@@ -117,8 +113,7 @@ class NodeTimeAccount:
     @property
     def elapsed(self) -> int:
         """Microseconds from the first submission to the newest known time."""
-        end = max(each.end for each in self.allocations)
-        return to_microseconds(end) - to_microseconds(self.allocations[0].submit)
+        return to_microseconds(max(each.end for each in self.allocations)) - first_submit(self.allocations[0])
 
     @property
     def goodput(self) -> float:
@@ -185,10 +180,17 @@ def account_for_run(
         name=facts.plan.run,
         allocations=found,
         parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
-        work=_sum_work([each.work for each in found]),
+        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
         losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
+    )
+
+
+def first_submit(first: AllocationAccount) -> int:
+    """Return microseconds since 1970; the start if the submit is unknown."""
+    return to_microseconds(
+        min(first.start, first.start if first.allocation.submit is None else first.allocation.submit)
     )
 
 
@@ -223,49 +225,35 @@ def lost_time_by_cause(allocations: Sequence[AllocationAccount]) -> list[LostTim
     return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))
 
 
-def _sum_work(works: Sequence[CountedWork]) -> CountedWork:
-    total = CountedWork()
-    for work in works:
-        for name, value in vars(work).items():
-            setattr(total, name, getattr(total, name) + value)
-    return total
-
-
 def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
     """Return sums over all attempts of a run. Raises RunDirError if none has begun, or a record is damaged.
 
     `end CAUSE` and `restart CAUSE` are numbers; `part NAME`, `wait KIND`, `stepped` and `used` (node time that counts
     against a budget) are microseconds, as are the first submit, `begin`, and the newest time, `end`, since 1970.
     """
-    name, files = hashlib.sha256(str(run.path.absolute()).encode()).hexdigest(), _file_identities(run)
+    name = hashlib.sha256(str(run.path.absolute()).encode()).hexdigest()
+    # in a folder whole files are made or replaced; the metrics are appended to
+    folders = [(number, run.attempt(number).folder) for number in run.attempt_numbers()]
+    files = [(number, file_identity(path), file_identity(f"{path}/{METRICS_NAME}")) for number, path in folders]
     text = read_cache("runs", name)
     known = NOTHING_KEPT if text is None else json.loads(text)
     same = known["identity"] == _identity(run, files, known["sums"]["attempt"])
     for kept in (known, NOTHING_KEPT) if same else (NOTHING_KEPT,):
-        found = read_run_facts(run, now=now, ask=False, first=kept["sums"]["attempt"], plan=plan)
+        found = read_run_facts(run, now=now, ask=False, first=kept["sums"]["attempt"])
         facts = [each.facts for each in found.allocations if each.facts is not None]
         numbers = [each.begin.attempt for each in facts]
         if (numbers[0], facts[0].limit) == (kept["sums"]["attempt"], kept["limit"]):
             break
     sums, whole = Counter[str](kept["sums"]), kept is NOTHING_KEPT
     new = account_for_run(run, facts=found).allocations[not whole :]
-
-    def used(since: float) -> int:
-        return to_microseconds(used_node_seconds(run, plan, until=now, since=since))
-
-    sums["used"] += used(0.0 if whole else new[0].allocation.start)
+    used = partial(used_node_seconds, run, plan, until=now)
+    sums["used"] += to_microseconds(used(since=0.0 if whole else new[0].allocation.start))
     if len(new) > 1 and numbers == sorted(numbers):
         ended = _with_attempts(sums, new[:-1])
-        ended["used"] -= used(new[-1].allocation.start)
+        ended["used"] -= to_microseconds(used(since=new[-1].allocation.start))
         identity = _identity(run, files, ended["attempt"])
         write_cache("runs", name, json.dumps({"identity": identity, "limit": facts[-2].limit, "sums": ended}).encode())
     return _with_attempts(sums, new)
-
-
-def _file_identities(run: Run) -> list[tuple[Any, ...]]:
-    """Return what tells of each attempt that no file of its folder was made or replaced, and no metrics written."""
-    attempts = [(number, run.attempt(number).folder) for number in run.attempt_numbers()]
-    return [(number, file_identity(path), file_identity(f"{path}/{METRICS_NAME}")) for number, path in attempts]
 
 
 def _identity(run: Run, files: Sequence[tuple[Any, ...]], attempt: int) -> str:
@@ -277,7 +265,7 @@ def _identity(run: Run, files: Sequence[tuple[Any, ...]], attempt: int) -> str:
 
 def _with_attempts(sums: Counter[str], accounts: Sequence[AllocationAccount]) -> Counter[str]:
     """Return the sums with those of the attempts that follow."""
-    sums = Counter({"begin": to_microseconds(accounts[0].submit)} | sums)
+    sums = Counter({"begin": first_submit(accounts[0])} | sums)
     for own in accounts:
         sums["attempt"], sums["end"] = own.attempt or 0, max(sums["end"], to_microseconds(own.end))
         sums.update({f"part {name}": amount for name, amount in own.parts.items()})

@@ -113,12 +113,10 @@ class RunAllocations:
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def read_run_facts(
-    run: Run, *, now: float | None = None, ask: bool = True, first: int = 0, plan: Plan | None = None
-) -> RunAllocations:
+def read_run_facts(run: Run, *, now: float | None = None, ask: bool = True, first: int = 0) -> RunAllocations:
     """Read the records of a run from attempt `first` on and, if `ask`, query its scheduler. Raises RunDirError if no
     attempt has begun."""
-    plan = Plan.load(run) if plan is None else plan
+    plan = Plan.load(run)
     found = _begun_attempts(run, first)
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"

@@ -33,7 +33,7 @@ from relayrun.tokens.tokenize.encode.libraries import (
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
 from relayrun.tokens.tokenize.encode.tokenizer import load_definition
 from relayrun.tokens.tokenize.options import EngineName
-from relayrun.user_cache import read_cache, write_cache
+from relayrun.trust import read_cache, write_cache
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"

@@ -33,7 +33,7 @@ from relayrun.tokens.stores.urls import first_line
 from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.tokenizer_files import check_convertible, refuse_unconvertible
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
-from relayrun.user_cache import read_cache, write_cache
+from relayrun.trust import read_cache, write_cache
 
 
 @dataclass(frozen=True, kw_only=True)
