@@ -429,6 +429,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("the same with `--all`", "status_all.again", ".2f"),
         Row("CPU seconds of a look of the sentinel", "sentinel.again", ".2f", most=1),
         Row("CPU seconds of `relayrun metrics`, with the accounts of its runs", "metrics.again", ".2f", most=1),
+        Row("the same the first time, when no sums of ended attempts are kept", "metrics.first", ".2f"),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
     "simulator": [
