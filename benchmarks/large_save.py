@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from checkpoint import SEED, make_run, repeated, write_raw
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train import distributed
@@ -39,7 +39,7 @@ class DummyState(Checkpointer):
     """Saves tensors of no model."""
 
     def __init__(self, run: Run, tensors: list[torch.Tensor]) -> None:
-        config = resolve.read_resolved_config(run.config_revision(1))
+        config = cast(RunConfig, resolve.read_resolved_config(run.config_revision(1)))
         ranks, nothing = distributed.start_process_groups(config), cast(Any, SimpleNamespace(lanes=None))
         hooks = Hooks([], [], ranks)
         super().__init__(run, 1, config, ranks=ranks, model=nothing, optimizer=nothing, order=nothing, hooks=hooks)
@@ -105,4 +105,4 @@ def measure(folder: Path, tensors: int, saves: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
