@@ -403,6 +403,23 @@ SECTIONS: dict[str, list[Row]] = {
                 Row("exponent by which they grow from half as many writers", f"growth.{figure}", ".2f", most=1.3),
             )
         ),
+        Row("CPU seconds of a rank to read the metadata at a load", "largest.load_metadata", ".2f"),
+        Row("exponent by which they grow from half as many writers", "growth.load_metadata", ".2f", most=1.3),
+        Row("CPU seconds of a rank to plan its reads", "largest.load_plan", ".3f"),
+        Row("CPU seconds of a rank to divide the blocks of twice as many ranks", "largest.load_division", ".3f"),
+    ],
+    "large_save": [
+        Row("bytes of the checkpoint, of one rank on a machine without a GPU", "checkpoint_bytes", ",.0f"),
+        Row("seconds for which training stands still", "stands_still_seconds", ".2f"),
+        Row("seconds until it is committed, beside training", "commit_seconds", ".1f"),
+        Row("bytes a second until then", "commit_bytes_per_second", ",.0f"),
+        Row(
+            "seconds of a save for which training stands still until it is committed",
+            "commit_without_copy_seconds",
+            ".1f",
+        ),
+        Row("bytes a second that two plain files, synced, are written with", "disk_bytes_per_second", ",.0f"),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
     "control_plane": [
         Row("runs", "runs", ",.0f"),
@@ -412,6 +429,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("the same with `--all`", "status_all.again", ".2f"),
         Row("CPU seconds of a look of the sentinel", "sentinel.again", ".2f", most=1),
         Row("CPU seconds of `relayrun metrics`, with the accounts of its runs", "metrics.again", ".2f", most=1),
+        Row("the same the first time, when no sums of ended attempts are kept", "metrics.first", ".2f"),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
     "simulator": [

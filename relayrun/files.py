@@ -200,8 +200,11 @@ def text_of(path: str | os.PathLike[str]) -> str | None:
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
     """Return the identity of the file that has this name now, or None. Raises OSError."""
-    found = stat_of(path)
-    return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
+    try:  # by itself: a look at many runs asks for the files of thousands of attempts
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def leads_out(name: str) -> bool:

@@ -5,6 +5,10 @@ them. Links are not followed: each part of the path is opened below the descript
 the descriptor that was judged. A group that may write a folder above the run directory can only exchange run
 directories, whose files it does not own; a folder above in which everybody may rename is refused. Standard library
 only.
+
+The user's cache keeps values that are slow to compute, each kind in a folder of its own. A file begins with the hash of
+the rest, and one that is damaged or not trusted is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in
+the user's cache folder); if it is empty, or not writable, nothing is kept. Values unused for a month are removed.
 """
 
 from __future__ import annotations
@@ -12,17 +16,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
+import hashlib
 import json
 import os
 import shlex
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import read_descriptor, write_json
+from relayrun.files import read_descriptor, write_atomic, write_json
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -30,11 +37,47 @@ _AT_FDCWD, _STATX_BTIME = -100, 0x800
 _NETWORK_FILE_SYSTEMS = (0x6969, 0x0BD00BD0, 0x47504653, 0xC36400, 0x19830326, 0xAAD7AAEA, 0xFE534D42, 0x65735546)
 """Magic numbers of NFS, Lustre, GPFS, Ceph, BeeGFS, PanFS, SMB and FUSE: one host tells a birth, another does not."""
 
+_CACHE_SECONDS = 30 * 86400.0
 OTHER_OWNER_HINT = "submit a config of your own; with --take-over its run goes on from the checkpoints of this one"
 
 
 class UntrustedError(RunDirError):
     """Another user can have written a file on which a program, an address or a write depends."""
+
+
+def read_cache(kind: str, name: str) -> bytes | None:
+    """Return the value of this name; None if it is missing, damaged, or somebody else can have written it."""
+    with contextlib.suppress(OSError, RuntimeError, UntrustedError):
+        if (folder := _cache_folder(kind)) is not None:
+            known, _, value = read_trusted(folder, name).partition(b"\n")
+            if hashlib.sha256(value).hexdigest().encode() == known:
+                os.utime(folder / name)
+                return value
+    return None
+
+
+def write_cache(kind: str, name: str, value: bytes) -> None:
+    """Keep a value, if the cache is writable."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder := _cache_folder(kind)) is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            head = hashlib.sha256(value).hexdigest().encode() + b"\n"
+            write_atomic(folder / name, head + value, mode=0o600, durable=False)
+            _remove_unused(folder)
+
+
+def _cache_folder(kind: str) -> Path | None:
+    named = os.environ.get("RELAYRUN_CACHE")
+    if named is None:
+        named = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relayrun")
+    return Path(named, kind) if named else None
+
+
+@functools.cache  # once in a process: there may be a file of each of thousands of runs
+def _remove_unused(folder: Path) -> None:
+    for file in folder.iterdir():
+        if file.stat().st_mtime < time.time() - _CACHE_SECONDS:
+            file.unlink()
 
 
 def read_trusted(folder: Path | str, name: str) -> bytes:

@@ -156,7 +156,8 @@ class CronCheck:
                 seen[name] = self._unreadable(run, status.error)
             elif status.state == "unknown":
                 silent = status.scheduler_error or "no answer"
-                seen[name] = self._as_before(name)
+                causes = self._before.seen.get(name, {})  # neither reported nor forgotten
+                seen[name] = [self._seen(name, Symptom(event="stopped", cause=cause, reason="")) for cause in causes]
                 self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
             else:
                 is_old = status.state == "failed" and self._now - _last_sign(run, status) > FORGET_SECONDS
@@ -248,11 +249,6 @@ class CronCheck:
     def _seen(self, name: str, symptom: Symptom) -> _SeenSymptom:
         known = self._before.seen.get(name, {}).get(symptom.cause, {})
         return _SeenSymptom(symptom, since=float(known.get("since", self._now)), told=bool(known.get("told", False)))
-
-    def _as_before(self, name: str) -> list[_SeenSymptom]:
-        """Keep the symptoms seen before Slurm stopped answering: neither reported nor forgotten."""
-        causes = self._before.seen.get(name, {})
-        return [self._seen(name, Symptom(event="stopped", cause=cause, reason="")) for cause in causes]
 
     def _unreadable(self, run: Run, why: str) -> list[_SeenSymptom]:
         """Report by a line: the notices of a run with damaged records cannot be trusted."""

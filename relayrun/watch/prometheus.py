@@ -10,7 +10,6 @@ import contextlib
 import hmac
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,18 +20,16 @@ from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from relayrun.control.chain.budget import used_node_seconds
 from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.merged_metrics import newest_valid_lines
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, user_name
 from relayrun.files import raise_open_file_limit
-from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
-from relayrun.watch.goodput.facts import read_run_facts
+from relayrun.watch.goodput.account import read_attempt_sums
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
 from relayrun.watch.status.runs import RunsWatcher
-from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.status.summary import DamagedRun, RunSummary, damaged_records_as_error
 
 Value = float | int | None
 Samples = Iterator[tuple[str, Mapping[str, str], Value]]
@@ -80,8 +77,9 @@ class RunsCollector:
                 for metric, further, value in run_samples(found, now=now):
                     if value is not None:
                         kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
-                        new = kind(f"relayrun_{metric}", METRICS[metric], labels=[*own, *further])
-                        families.setdefault(metric, new).add_metric([*own.values(), *further.values()], float(value))
+                        if metric not in families:
+                            families[metric] = kind(f"relayrun_{metric}", METRICS[metric], labels=[*own, *further])
+                        families[metric].add_metric([*own.values(), *further.values()], float(value))
         yield from families.values()
 
 
@@ -143,29 +141,33 @@ def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
     if left is not None:
         yield "remaining_seconds", {}, left.seconds
         yield "remaining_node_seconds", {}, left.node_hours * 3600
-    with contextlib.suppress(RelayrunError, OSError):  # no attempt has begun, or a record is damaged
+    with contextlib.suppress(RelayrunError, OSError), damaged_records_as_error(run):  # also: no attempt has begun
         lines = islice(newest_valid_lines(run), 20)
         yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)
+        yield "node_failures_total", {}, len(read_node_failures(run))
         plan = Plan.load(run)
+        sums = read_attempt_sums(run, plan, now=now)
         if plan.chain.max_node_hours is not None:
             yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600
-            yield "budget_used_node_seconds", {}, used_node_seconds(run, plan, until=now)
-        yield "node_failures_total", {}, len(read_node_failures(run))
-        yield from _account_samples(account_for_run(run, facts=read_run_facts(run, now=now, ask=False)))
+            yield "budget_used_node_seconds", {}, sums["used"] / MICROSECONDS_PER_SECOND
+        yield from _sums_samples(sums)
 
 
-def _account_samples(account: NodeTimeAccount) -> Samples:
-    yield "attempts_total", {}, len(account.allocations)
-    for cause, count in Counter(each.cause for each in account.allocations if each.cause != "running").items():
-        yield "attempt_ends_total", {"cause": cause}, count
-    failed = [each for own in account.allocations if (facts := own.allocation.facts) for each in facts.failed_restarts]
-    causes = Counter("node" if each.lost else "other" if each.rank is None else "rank" for each in failed)
+def _sums_samples(sums: Mapping[str, int]) -> Samples:
+    ends, parts, waits = (
+        {name.removeprefix(kind): amount for name, amount in sums.items() if name.startswith(kind)}
+        for kind in ("end ", "part ", "wait ")
+    )
+    yield "attempts_total", {}, sum(ends.values())
+    for cause, count in ends.items():
+        yield "attempt_ends_total", {"cause": cause}, None if cause == "running" else count
     for cause in ("node", "rank", "other"):
-        yield "rank_restarts_total", {"cause": cause}, causes[cause]
+        yield "rank_restarts_total", {"cause": cause}, sums.get(f"restart {cause}", 0)
     for part in PARTS:
-        seconds = account.parts[part.name] / MICROSECONDS_PER_SECOND
+        seconds = parts.get(part.name, 0) / MICROSECONDS_PER_SECOND
         yield "node_seconds", {"part": part.name, "group": part.group}, seconds
-    yield "goodput_ratio", {}, account.goodput
-    yield "effective_training_time_ratio", {}, account.effective_training_time
-    for kind, amount in account.waited.items():
+    allocated, elapsed = sum(parts.values()), sums["end"] - sums["begin"]
+    yield "goodput_ratio", {}, parts.get("step", 0) / allocated if allocated else 0.0
+    yield "effective_training_time_ratio", {}, sums["stepped"] / elapsed if elapsed else 0.0
+    for kind, amount in waits.items():
         yield "wait_seconds", {"kind": kind}, amount / MICROSECONDS_PER_SECOND

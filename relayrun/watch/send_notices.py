@@ -311,12 +311,13 @@ def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
 def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
     """Return the body: the event, the state of the run, and the command to continue."""
     notice, since = message.notice, format_time(message.since, zone=True)
+    place = (notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)
     facts = [
         ("what", notice.reason),
         ("run", f"{policy.run} on {policy.cluster}"),
         ("when", format_time(notice.time, zone=True)),
         ("more", f"{message.count - 1} more since {since}" if message.count > 1 else ""),
-        ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
+        ("attempt", ", ".join(str(part) for part in place if part not in (None, ""))),
         ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
         ("saved", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
         ("go on", notice.go_on or ""),
@@ -339,10 +340,6 @@ def plain_text(text: str) -> str:
     seen = ["".join(" " if unicodedata.category(c) in _INVISIBLE else c for c in line).rstrip() for line in lines]
     text = "\n".join(seen).translate(_ACTIVE)
     return re.sub(r"\]\s*\(", "] - (", text).replace("://", ": //").replace("__", "_ _")
-
-
-def _joined(*parts: object) -> str:
-    return ", ".join(str(part) for part in parts if part not in (None, ""))
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from relayrun.tokens.tokenize.encode import tokenizer as loading
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.trust import read_cache
 from tests.published import small
 
 EOS = "<|endoftext|>"
@@ -139,12 +140,12 @@ def test_where_nothing_can_be_kept_everything_works(file: Path, folder: str, mon
 def test_what_others_can_have_written_is_not_believed(file: Path) -> None:
     load(file)
     (kept,) = (file.parent / "cache" / "tokenizers").iterdir()
-    assert tokenizer_files.read_cache(kept.name) is not None
+    assert read_cache("tokenizers", kept.name) is not None
     kept.chmod(0o620)
-    assert tokenizer_files.read_cache(kept.name) is None
+    assert read_cache("tokenizers", kept.name) is None
     kept.chmod(0o600)
     kept.parent.chmod(0o770)
-    assert tokenizer_files.read_cache(kept.name) is None
+    assert read_cache("tokenizers", kept.name) is None
 
 
 def test_what_is_kept_is_for_its_owner_alone(file: Path) -> None:

@@ -1,13 +1,27 @@
-"""The account of a run: its node time by attempt, in total, and by cause of loss."""
+"""The account of a run: its node time by attempt, in total, and by cause of loss; and sums over its attempts.
+
+An ended attempt never changes, so a look at many runs keeps its sums in the user's cache. What counts of it may change:
+a later attempt may go back behind its steps. Kept sums are believed only for the same folders of attempts, the same
+plan and code, and the same last iteration that counts."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import relayrun
+from relayrun.control.chain.budget import used_node_seconds
 from relayrun.control.rundir.attempt import METRICS_NAME
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.files import file_identity
+from relayrun.trust import read_cache, write_cache
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
 from relayrun.watch.goodput.ledger import (
@@ -21,6 +35,9 @@ from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_bl
 
 WAIT_KINDS = ("queued", "back-off", "stopped")
 """Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""
+NOTHING_KEPT: dict[str, Any] = {"identity": "", "limit": 0, "sums": {"attempt": 0}}
+"""Sums, what tells that none of their files has changed, and the last iteration of the newest attempt that counts."""
+_CODE = (relayrun.__version__, *map(file_identity, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +113,7 @@ class NodeTimeAccount:
     @property
     def elapsed(self) -> int:
         """Microseconds from the first submission to the newest known time."""
-        first = self.allocations[0]
-        begin = first.start if first.allocation.submit is None else min(first.allocation.submit, first.start)
-        return to_microseconds(max(each.end for each in self.allocations)) - to_microseconds(begin)
+        return to_microseconds(max(each.end for each in self.allocations)) - first_submit(self.allocations[0])
 
     @property
     def goodput(self) -> float:
@@ -165,10 +180,17 @@ def account_for_run(
         name=facts.plan.run,
         allocations=found,
         parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
-        work=_sum_work([each.work for each in found]),
+        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
         losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
+    )
+
+
+def first_submit(first: AllocationAccount) -> int:
+    """Return microseconds since 1970; the start if the submit is unknown."""
+    return to_microseconds(
+        min(first.start, first.start if first.allocation.submit is None else first.allocation.submit)
     )
 
 
@@ -203,9 +225,52 @@ def lost_time_by_cause(allocations: Sequence[AllocationAccount]) -> list[LostTim
     return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))
 
 
-def _sum_work(works: Sequence[CountedWork]) -> CountedWork:
-    total = CountedWork()
-    for work in works:
-        for name, value in vars(work).items():
-            setattr(total, name, getattr(total, name) + value)
-    return total
+def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
+    """Return sums over all attempts of a run. Raises RunDirError if none has begun, or a record is damaged.
+
+    `end CAUSE` and `restart CAUSE` are numbers; `part NAME`, `wait KIND`, `stepped` and `used` (node time that counts
+    against a budget) are microseconds, as are the first submit, `begin`, and the newest time, `end`, since 1970.
+    """
+    name = hashlib.sha256(str(run.path.absolute()).encode()).hexdigest()
+    # in a folder whole files are made or replaced; the metrics are appended to
+    folders = [(number, run.attempt(number).folder) for number in run.attempt_numbers()]
+    files = [(number, file_identity(path), file_identity(f"{path}/{METRICS_NAME}")) for number, path in folders]
+    text = read_cache("runs", name)
+    known = NOTHING_KEPT if text is None else json.loads(text)
+    same = known["identity"] == _identity(run, files, known["sums"]["attempt"])
+    for kept in (known, NOTHING_KEPT) if same else (NOTHING_KEPT,):
+        found = read_run_facts(run, now=now, ask=False, first=kept["sums"]["attempt"])
+        facts = [each.facts for each in found.allocations if each.facts is not None]
+        numbers = [each.begin.attempt for each in facts]
+        if (numbers[0], facts[0].limit) == (kept["sums"]["attempt"], kept["limit"]):
+            break
+    sums, whole = Counter[str](kept["sums"]), kept is NOTHING_KEPT
+    new = account_for_run(run, facts=found).allocations[not whole :]
+    used = partial(used_node_seconds, run, plan, until=now)
+    sums["used"] += to_microseconds(used(since=0.0 if whole else new[0].allocation.start))
+    if len(new) > 1 and numbers == sorted(numbers):
+        ended = _with_attempts(sums, new[:-1])
+        ended["used"] -= to_microseconds(used(since=new[-1].allocation.start))
+        identity = _identity(run, files, ended["attempt"])
+        write_cache("runs", name, json.dumps({"identity": identity, "limit": facts[-2].limit, "sums": ended}).encode())
+    return _with_attempts(sums, new)
+
+
+def _identity(run: Run, files: Sequence[tuple[Any, ...]], attempt: int) -> str:
+    """Return a hash of what the sums up to an attempt depend on; the next attempt's begin tells when its job ended."""
+    own = [each for each in files if each[0] <= attempt]
+    following = [file_identity(run.attempt(number).begin) for number, *_ in files[len(own) :][:1]]
+    return hashlib.sha256(repr((_CODE, file_identity(run.plan), own, following)).encode()).hexdigest()
+
+
+def _with_attempts(sums: Counter[str], accounts: Sequence[AllocationAccount]) -> Counter[str]:
+    """Return the sums with those of the attempts that follow."""
+    sums = Counter({"begin": first_submit(accounts[0])} | sums)
+    for own in accounts:
+        sums["attempt"], sums["end"] = own.attempt or 0, max(sums["end"], to_microseconds(own.end))
+        sums.update({f"part {name}": amount for name, amount in own.parts.items()})
+        sums.update({f"wait {name}": amount for name, amount in own.waited.items()})
+        sums.update({f"end {own.cause}": 1, "stepped": own.stepped})
+        for each in own.allocation.facts.failed_restarts if own.allocation.facts is not None else ():
+            sums["restart " + ("node" if each.lost else "other" if each.rank is None else "rank")] += 1
+    return sums

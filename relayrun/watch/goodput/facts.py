@@ -113,10 +113,11 @@ class RunAllocations:
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def read_run_facts(run: Run, *, now: float | None = None, ask: bool = True) -> RunAllocations:
-    """Read the records of a run and, if `ask`, query its scheduler. Raises RunDirError if no attempt has begun."""
+def read_run_facts(run: Run, *, now: float | None = None, ask: bool = True, first: int = 0) -> RunAllocations:
+    """Read the records of a run from attempt `first` on and, if `ask`, query its scheduler. Raises RunDirError if no
+    attempt has begun."""
     plan = Plan.load(run)
-    found = _begun_attempts(run)
+    found = _begun_attempts(run, first)
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
@@ -234,9 +235,9 @@ def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[i
     return next((at for at in own if known[at].start - CLOCK_TOLERANCE_SECONDS <= began), None)
 
 
-def _begun_attempts(run: Run) -> list[AttemptFacts]:
+def _begun_attempts(run: Run, first: int) -> list[AttemptFacts]:
     strikes = read_node_failures(run)
-    attempts = [run.attempt(number) for number in run.attempt_numbers()]
+    attempts = [run.attempt(number) for number in run.attempt_numbers() if number >= first]
     begun = [(attempt, begin) for attempt in attempts if (begin := attempt.read_begin()) is not None]
     limit = float("inf")
     found: list[AttemptFacts] = []

@@ -89,7 +89,7 @@ def allocations_table(account: NodeTimeAccount) -> AccountTable:
             each.cause,
             format_duration(each.waited["queued"]),
             format_node_time(each.allocated),
-            *_part_shares(each.parts),
+            *(format_share(sum(each.parts.get(n, 0) for n in names), each.allocated) for _, names in PART_COLUMNS),
         )
         for each in account.allocations
     ]
@@ -103,11 +103,6 @@ def allocations_table(account: NodeTimeAccount) -> AccountTable:
         *(f"{name}|n" for name, _ in PART_COLUMNS),
     )
     return AccountTable("by attempt", columns, rows)
-
-
-def _part_shares(amounts: Mapping[str, int]) -> list[str]:
-    total = sum(amounts.values())
-    return [format_share(sum(amounts.get(part, 0) for part in parts), total) for _, parts in PART_COLUMNS]
 
 
 def lost_time_table(account: NodeTimeAccount) -> AccountTable:

@@ -63,7 +63,12 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
         "page": page,
         "facts": _facts(page),
         "losses": loss_charts("loss", drawn, marks=marks),
-        "metrics": _metric_charts(page, marks),
+        "metrics": [
+            chart.line_chart(
+                title, [ChartLine(name=title, series=page.series[name])], marks=marks, unit=unit, from_zero=True
+            )
+            for name, title, unit in METRIC_CHARTS
+        ],
         "marks": marks,
         "left_out": loss.left_out,
         "shares": [(f"{name} {share:.1%}", css, share) for name, css, share in sums if share],
@@ -108,11 +113,6 @@ def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
         ("MFU, all allocated time", format_optional(account.mfu, ".1%")),
     ]
     return [(name, *text.partition(" ")[::2]) for name, text in figures if text]
-
-
-def _metric_charts(page: RunReportData, marks: Sequence[ChartMark]) -> list[Chart | None]:
-    lines = [(title, unit, [ChartLine(name=title, series=page.series[name])]) for name, title, unit in METRIC_CHARTS]
-    return [chart.line_chart(title, line, marks=marks, unit=unit, from_zero=True) for title, unit, line in lines]
 
 
 def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> list[Chart | None]:

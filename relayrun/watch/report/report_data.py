@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -126,8 +125,11 @@ class _MetricLines:
             for row, record in block.records.items():
                 if "validation" in record:
                     steps[row] = False
-                    if counts[row]:
-                        self._evaluated(record)
+                    losses = record["validation"] if counts[row] and isinstance(record["validation"], dict) else {}
+                    for name, loss in losses.items():
+                        if isinstance(loss, (int, float)):
+                            entry = (float(record["iteration"]), float(loss))
+                            self.validation.setdefault(str(name), []).append(entry)
             if not steps.any():
                 return
             for name, parts in self.columns.items():
@@ -137,12 +139,6 @@ class _MetricLines:
             self.trained[id(allocation)] = (first, int(numbers[-1]))
 
         return take
-
-    def _evaluated(self, record: Any) -> None:
-        validation = record["validation"]
-        for name, loss in validation.items() if isinstance(validation, dict) else ():
-            if isinstance(loss, (int, float)):
-                self.validation.setdefault(str(name), []).append((float(record["iteration"]), float(loss)))
 
 
 def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:

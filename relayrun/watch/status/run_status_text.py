@@ -61,7 +61,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("why", f"{status.why}; relayrun why {status.path}" if status.why else ""),
         ("evaluations", _evaluations(status)),
         ("failed restarts", _count_and_last(status.failed_restarts, status.last_failed_restart)),
-        ("node health", _node_health(status)),
+        ("node health", _count_and_last(len(status.sick_nodes), next(reversed(status.sick_nodes), None))),
         ("refused", status.refused_connections.told if status.refused_connections else ""),
         ("straggler", status.straggler or ""),
         ("no match", "; ".join(status.unmatched)),
@@ -73,11 +73,6 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("sentinel", "" if status.sentinel is None else cron_check_line(status.sentinel, now=now)),
         ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),
     ]
-
-
-def _node_health(status: RunStatus) -> str:
-    count = len(status.sick_nodes)
-    return f"{f'{count} findings; the last: ' if count > 1 else ''}{status.sick_nodes[-1]}" if count else ""
 
 
 def _queue(status: RunStatus) -> str:

@@ -33,6 +33,7 @@ from relayrun.tokens.tokenize.encode.libraries import (
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
 from relayrun.tokens.tokenize.encode.tokenizer import load_definition
 from relayrun.tokens.tokenize.options import EngineName
+from relayrun.trust import read_cache, write_cache
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -183,12 +184,12 @@ def _first_wrong_text(
         tokenizer_files.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
-        if tokenizer_files.read_cache(name) is None:
+        if read_cache("tokenizers", name) is None:
             texts = make()
             right = HuggingFaceEngine(load()).encode(texts)
             if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
                 return text
-            tokenizer_files.write_cache(name, b"proven")
+            write_cache("tokenizers", name, b"proven")
     return None
 
 

@@ -33,6 +33,7 @@ from relayrun.tokens.stores.urls import first_line
 from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.tokenizer_files import check_convertible, refuse_unconvertible
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
+from relayrun.trust import read_cache, write_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     eos, bos = _configured_tokens(file.parent)
     asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
     key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
-    if (known := tokenizer_files.read_cache(key)) is not None:
+    if (known := read_cache("tokenizers", key)) is not None:
         first, _, definition = known.decode().partition("\n")
         return DocumentTokenizer(definition=definition, **json.loads(first))
     return _prepare(_FoundTokenizer(_from_file(file, data), eos, bos), options, key)
@@ -228,7 +229,7 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
     }
     warned = random or (eos_token is None and options.append_eod != "no")
     if key is not None and not warned:
-        tokenizer_files.write_cache(key, f"{json.dumps(facts)}\n{definition}".encode())
+        write_cache("tokenizers", key, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # saves loading it again
     return loaded

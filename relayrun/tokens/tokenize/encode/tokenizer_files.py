@@ -3,10 +3,8 @@
 The hub is asked once and with a short limit, before transformers is imported: transformers retries for a minute if the
 hub does not answer, even for a name that is a mistyped path.
 
-The cache keeps facts about tokenizers and proofs of engines. The cache key is a hash of everything that the value
-depends on: its input, this package's code, the installed libraries, Python's Unicode tables, and the processor. A file
-begins with the hash of the rest: a damaged file is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in
-the user's cache folder); if it is empty, or not writable, nothing is kept. Values unused for a month are removed.
+The user's cache keeps facts about tokenizers and proofs of engines. The cache key is a hash of everything that the
+value depends on: its input, this package's code, the installed libraries, Python's Unicode tables, and the processor.
 
 The byte tokenizer needs no training: every byte of a text is a token, whose id is the byte. Its ids are those of genome
 models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; text does not hold them.
@@ -22,7 +20,6 @@ import importlib.util
 import os
 import platform
 import re
-import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,7 +29,6 @@ from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import write_atomic, write_json
 from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
-from relayrun.trust import UntrustedError, read_trusted
 
 BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by their names in transformers, in the order of their ids."""
@@ -237,7 +233,6 @@ def _not_on_hub_error(name: str, why: str) -> InputError:
     return InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
 
 
-_MAX_AGE_SECONDS = 30 * 24 * 3600
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 
 
@@ -247,36 +242,6 @@ def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str
     for part in (what.encode(), _code_and_machine(), *map(_package_record, sorted(packages)), *parts):
         known.update(len(part).to_bytes(8, "little") + part)
     return known.hexdigest()
-
-
-def read_cache(name: str) -> bytes | None:
-    """Return the value of this key; None if it is missing, damaged, or somebody else can have written it."""
-    with contextlib.suppress(OSError, RuntimeError, UntrustedError):
-        if (folder := _cache_folder()) is not None:
-            known, _, value = read_trusted(folder, name).partition(b"\n")
-            if hashlib.sha256(value).hexdigest().encode() == known:
-                os.utime(folder / name)
-                return value
-    return None
-
-
-def write_cache(name: str, value: bytes) -> None:
-    """Keep a value, if the cache is writable."""
-    with contextlib.suppress(OSError, RuntimeError):
-        if (folder := _cache_folder()) is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            head = hashlib.sha256(value).hexdigest().encode() + b"\n"
-            write_atomic(folder / name, head + value, mode=0o600, durable=False)
-            for file in folder.iterdir():
-                if file.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
-                    file.unlink()
-
-
-def _cache_folder() -> Path | None:
-    named = os.environ.get("RELAYRUN_CACHE")
-    if named is None:
-        named = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relayrun")
-    return Path(named, "tokenizers") if named else None
 
 
 @functools.cache
