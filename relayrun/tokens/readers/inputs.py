@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
-from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, STATE_FILE, listed_splits, why_left_out
+from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, listed_splits, live_files, why_left_out
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -238,39 +238,45 @@ def take_inventory(
     why = "other content than its name"
     left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
     taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
-    states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
-    for path in states:
-        taken, more = _by_state_file(place, path, taken)
-        left += more
+    if not urls.is_url(place):
+        notes = [file.path for file in left if file.why != FILTERED_OUT]
+        left += (stale := _by_live_lists(place, notes, taken))
+        taken = [file for file in taken if file.path not in {each.path for each in stale}]
     return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
 
 
-def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[DataFile], list[LeftOutFile]]:
-    """Leave out the .arrow files beside a `state.json` that it does not list, which are of an earlier set or a cache;
-    its missing files are refused."""
-    folder = os.path.dirname(path)
-    if not (listed := saved_rows(place, path)[1]):
-        return taken, []
-    beside = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
-    stale, there = {file for file in beside if file.path not in listed}, {file.path for file in beside}
-    left = [LeftOutFile(path=file.path, size=file.size, why=f"not listed in {STATE_FILE}") for file in stale]
-    for name in sorted(listed):
-        if name not in there and not os.path.lexists(os.path.join(place, name)):
+def _by_live_lists(place: str, notes: Iterable[str], taken: Sequence[DataFile]) -> list[LeftOutFile]:
+    """Return the files to leave out of `taken`: those that the list above them does not name, which are of an earlier
+    set or a cache. Its missing files are refused, and the files of tables."""
+    lists, left = live_files(place, notes), []
+    for path in sorted(path for live in lists.values() for path in live or ()):
+        if not os.path.lexists(os.path.join(place, path)):
             hint = "fetch the data set again, or leave it out with --filter-out"
-            fault = InputError(f"{STATE_FILE} lists this file, which is missing", where=f"{place}/{name}", hint=hint)
-            left.append(LeftOutFile(path=name, size=0, why="missing", fault=fault))
-    return [file for file in taken if file not in stale], left
+            fault = InputError("a list beside it names this file, which is missing", where=f"{place}/{path}", hint=hint)
+            left.append(LeftOutFile(path=path, size=0, why="missing", fault=fault))
+    for file in taken:
+        folder = os.path.dirname(file.path)
+        while folder and folder not in lists:
+            folder = os.path.dirname(folder)
+        if (live := lists.get(folder, set())) is None:
+            words = "part of a table of Delta Lake, Hudi or Iceberg, which may keep removed rows"
+            hint = "export the live rows, or take all with --filter-out _delta_log, .hoodie or .avro"
+            fault = InputError(words, where=f"{place}/{file.path}", hint=hint)
+            left.append(LeftOutFile(path=file.path, size=file.size, why="part of a table", fault=fault))
+        elif live and file.path not in live and file.path.endswith(os.path.splitext(next(iter(live)))[1]):
+            left.append(LeftOutFile(path=file.path, size=file.size, why="not in the list of live files"))
+    return left
 
 
-def saved_rows(place: str, path: str) -> tuple[int | None, list[str]]:
+def saved_rows(place: str, path: str) -> tuple[int | None, Set[str]]:
     """Return the rows of a saved data set as its publisher counted them (`dataset_info.json`), None if unknown, and
     the paths of its files as the state file at `path` below `place` lists them; none if it is of another program."""
-    folder, files = os.path.dirname(path), []
+    folder = os.path.dirname(path)
+    files = live_files(place, [path])[folder] or set()
     try:
-        state = read_json(os.path.join(place, path))
-        files = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+        split = read_json(os.path.join(place, path))["_split"]
         info = read_json(os.path.join(place, folder, "dataset_info.json"))
-        return int(info["splits"][state["_split"]]["num_examples"]), files
+        return int(info["splits"][split]["num_examples"]), files
     except (OSError, ValueError, KeyError, TypeError):
         return None, files
 

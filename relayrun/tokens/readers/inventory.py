@@ -17,7 +17,7 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from relayrun.errors import InputError, RelayrunError, combined_error
@@ -49,6 +49,13 @@ _UNFINISHED = (".aria2", ".part", ".partial", ".crdownload", ".incomplete", ".fi
 _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
+_COPY = re.compile(
+    r"(?i)^copy of | \(.*conflicted copy.*|\.sync-conflict-.*"
+    r"|([-._ ](old|bak|backup|orig)|( -)? copy( \d+)?| ?\(\d+\))+$"
+)
+"""What people and programs add to the names of copies."""
+_SPARK_DONE = re.compile(r"_SUCCESS|_committed_")
+_SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
 
@@ -95,12 +102,16 @@ def set_faults(
     folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
-    names, and mixed `-of-N` sets. Warns of missing numbers."""
+    names, and mixed `-of-N` sets. Warns of missing numbers, and of parts of Spark without `_SUCCESS`."""
     held_out = () if all_splits else _held_out_sets(folder, inventory, filter_in)
     texts = [file.path for file in inventory.taken if file_format(file.path) is TEXT]
     if 0 < len(texts) < len(inventory.taken):
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
+    done = {PurePath(path).parent for path in _notes(inventory) if _SPARK_DONE.match(os.path.basename(path))}
+    parts = [PurePath(file.path) for file in inventory.taken if _SPARK_PART.match(os.path.basename(file.path))]
+    if open_folders := sorted({str(part.parent / "part-*") for part in parts if done.isdisjoint(part.parents)}):
+        log.warning("%s: Spark's job may not have ended, as no _SUCCESS is there", first_names(open_folders))
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
@@ -187,7 +198,7 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
     left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
     taken = tuple(file for file in inventory.taken if file.path not in same)
-    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
+    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), _named_copies(taken) | twins
 
 
 def _text_checksum(path: str) -> str | None:
@@ -227,6 +238,15 @@ def _sample(path: str, size: int) -> bytes:
     except OSError:  # the reader says why
         return os.urandom(32)
     return digest.digest()
+
+
+def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:
+    """Map each file whose path is that of another one but for its ending and the words of copies to that file."""
+    firsts: dict[str, str] = {}
+    paths = {path: os.path.splitext(uncompressed_name(path))[0].split("/") for path in (file.path for file in files)}
+    names = {path: "/".join(_COPY.sub("", part) or part for part in parts) for path, parts in paths.items()}
+    alike = ((path, firsts.setdefault(names[path], path)) for path in sorted(names, key=len))
+    return {path: first for path, first in alike if first != path}
 
 
 def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
@@ -281,7 +301,7 @@ def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> Non
     files = {file_of_range(name) for name in names}
     listed = [each for each in published.listed_checksums(folder, notes) if each[0] in files]
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        good = pool.map(lambda each: published.has_checksum(os.path.join(folder, each[0]), each[1]), listed)
+        good = pool.map(lambda each: published.has_checksum(folder, *each), listed)
     faults, hint = [], "fetch it again, or leave out the file or the list with --filter-out"
     for (file, _, by), same in zip(listed, good, strict=True):
         if not same:

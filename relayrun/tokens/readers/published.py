@@ -1,15 +1,17 @@
-"""Reads what publishers write beside data: lists and dataset cards of held-out files, and checksums.
+"""Reads what publishers and programs write beside data: lists of held-out files and of live ones, and checksums.
 
 A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below a URL none of it is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ METADATA_FILE_NAMES = (
 _METADATA_TEXT = re.compile(
     r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+)\.txt"
 )
+_TEMPORARY = re.compile(r"\.|_(?![^/]*=)|\$recycle\.bin$|cache-[0-9a-f]{16,}.*\.arrow$")
+"""Beginnings of names: of hidden files, caches of Hugging Face's datasets, and deleted files."""
 
 _HELD_OUT = {
     "validation": {"validation", "valid", "val", "dev"},
@@ -100,16 +104,45 @@ def _read_list(path: str) -> Any:
         return None
 
 
+_LIVE_LIST = re.compile(
+    r"(?:(.*)/)?(?:state\.json|_committed_\w+|(?P<table>_delta_log/.*|\.hoodie/.*|metadata/[^/]+\.avro))"
+)
+
+
+def live_files(place: str, notes: Iterable[str]) -> dict[str, set[str] | None]:
+    """Return by folder the files that are data still, as a list there says (of datasets or Databricks), empty for
+    lists of other programs; None for a table (Delta Lake, Hudi, Iceberg), which keeps removed rows."""
+    found: dict[str, set[str] | None] = {}
+    gone: set[str] = set()
+    for path in notes:
+        if match := _LIVE_LIST.fullmatch(path):
+            folder = match[1] or ""
+            live = found.setdefault(folder, set())
+            if live is None or match["table"]:
+                found[folder] = None
+                continue
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                value = json.loads(Path(place, path).read_bytes())
+                names = [file["filename"] for file in value.get("_data_files", ())] + value.get("added", [])
+                live.update(os.path.join(folder, name) for name in names)
+                gone.update(os.path.join(folder, name) for name in value.get("removed", ()))
+    return {folder: live and live - gone for folder, live in found.items()}
+
+
 _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 """By the hexadecimal digits."""
 
+_HADOOP_SUMS = re.compile(r"\.(.+)\.crc")
 CHECKSUM_LIST = re.compile(r"(?is)(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?")
 
 
 def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield path and checksum of each file that the lists among `notes` name, and the path of the list."""
+    """Yield path and checksum of each file that the lists among `notes` name, and the path of the list; an empty
+    checksum for Hadoop's of the file's blocks."""
     for path in notes:
         place, name = os.path.split(path)
+        if of := _HADOOP_SUMS.fullmatch(name):
+            yield os.path.join(place, of[1]), "", path
         if (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
@@ -117,10 +150,14 @@ def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, s
                     yield os.path.normpath(os.path.join(place, file)), digest.lower(), path
 
 
-def has_checksum(path: str, digest: str) -> bool:
-    """Return whether a file has this checksum; it is read whole. Raises OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, _KINDS[len(digest)]).hexdigest() == digest
+def has_checksum(folder: str, file: str, digest: str, by: str) -> bool:
+    """Return whether a file below `folder` has this checksum of the list `by`; it is read whole. Raises OSError."""
+    with open(os.path.join(folder, file), "rb") as content:
+        if digest:
+            return hashlib.file_digest(content, _KINDS[len(digest)]).hexdigest() == digest
+        sums = Path(folder, by).read_bytes()  # 4 bytes for each block, behind 8
+        blocks = iter(lambda: content.read(int.from_bytes(sums[4:8])), b"")
+        return sums[8:] == b"".join(zlib.crc32(block).to_bytes(4) for block in blocks)
 
 
 FILTERED_OUT = "filtered out"
@@ -138,8 +175,9 @@ def why_left_out(
     if filter_in and not any(text in path for text in filter_in):
         return "filters"
     *folders, name = path.lower().split("/")
-    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
+    if any(map(_TEMPORARY.match, (*folders, name))):
         return "hidden or temporary"
     if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name) or CHECKSUM_LIST.fullmatch(name):
         return "metadata"
-    return None if name.endswith(suffixes) else ENDING_NOT_READ
+    way = "; `reader: warc` with --ending reads it" if name.endswith((".warc", ".warc.gz")) else ""
+    return None if name.endswith(suffixes) else ENDING_NOT_READ + way
