@@ -17,6 +17,7 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,17 +26,7 @@ from relayrun.files import write_atomic
 from relayrun.tokens.readers import published
 from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
 from relayrun.tokens.readers.file_ranges import decompress, file_of_range
-from relayrun.tokens.readers.inputs import (
-    TAR,
-    TEXT,
-    DataFile,
-    Inventory,
-    LeftOutFile,
-    by_path,
-    file_format,
-    saved_rows,
-    take_inventory,
-)
+from relayrun.tokens.readers.inputs import TAR, TEXT, DataFile, Inventory, file_format, saved_rows, take_inventory
 from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
@@ -85,14 +76,12 @@ def check_sets(
 ) -> Inventory:
     """Return the inventory with the files refused that `set_faults` names, and those that are not whole.
     `all_splits`: held-out splits are taken."""
-    refused: dict[str, LeftOutFile] = {}
     faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
-    for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory)):
-        for number, file in enumerate(files):  # the first one has the fault of all
-            left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
-            refused.setdefault(file.path, left)
-    left_out = sorted((*inventory.left_out, *refused.values()), key=by_path)
-    return Inventory(tuple(file for file in inventory.taken if file.path not in refused), tuple(left_out))
+    return inventory.leave_out(
+        replace(file, why=why, fault=None if number else fault)  # the first one has the fault of all
+        for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory))
+        for number, file in enumerate(files)
+    )
 
 
 _SetFaults = Iterator[tuple[InputError, str, Sequence[DataFile]]]
@@ -108,20 +97,15 @@ def set_faults(
     if 0 < len(texts) < len(inventory.taken):
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
-    done = {PurePath(path).parent for path in _notes(inventory) if _SPARK_DONE.match(os.path.basename(path))}
+    done = {PurePath(path).parent for path in inventory.notes if _SPARK_DONE.match(os.path.basename(path))}
     parts = [PurePath(file.path) for file in inventory.taken if _SPARK_PART.match(os.path.basename(file.path))]
     if open_folders := sorted({str(part.parent / "part-*") for part in parts if done.isdisjoint(part.parents)}):
         log.warning("%s: Spark's job may not have ended, as no _SUCCESS is there", first_names(open_folders))
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
-def _notes(inventory: Inventory) -> set[str]:
-    """Return the paths of the files that are left out: what others wrote beside the data."""
-    return {file.path for file in inventory.left_out if file.why != FILTERED_OUT}
-
-
 def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
-    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, _notes(inventory))
+    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, inventory.notes)
     splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
     for file in inventory.taken:
         split = held_out_split(file.path)
@@ -152,7 +136,7 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
 
 def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
     """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
-    notes, hint = _notes(inventory), "fetch or write it again, or leave it out with --filter-out, or the note"
+    notes, hint = inventory.notes, "fetch or write it again, or leave it out with --filter-out, or the note"
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
         torn = pool.map(lambda file: is_torn(urls.join_path(folder, file.path)), inventory.taken)
     for file, has_no_end in zip(inventory.taken, torn, strict=True):
@@ -196,9 +180,8 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
             del twins[path]
     why = "same content as another file"
     same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
-    left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
-    taken = tuple(file for file in inventory.taken if file.path not in same)
-    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), _named_copies(taken) | twins
+    there = inventory.leave_out(replace(file, why=why) for file in inventory.taken if file.path in same)
+    return there, _named_copies(there.taken) | twins
 
 
 def _text_checksum(path: str) -> str | None:
@@ -253,10 +236,10 @@ def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> 
     """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
     `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size."""
     before = _read_inventory(path)
-    files: list[DataFile | LeftOutFile] = [*inventory.taken, *inventory.left_out]
-    lines = [{"path": file.path, "bytes": file.size, "taken": isinstance(file, DataFile)} for file in files]
+    files = [*inventory.taken, *inventory.left_out]
+    lines: list[dict[str, Any]] = [{"path": file.path, "bytes": file.size, "taken": not file.why} for file in files]
     for file, line in zip(files, lines, strict=True):
-        if isinstance(file, LeftOutFile):
+        if file.why:
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
         if file.path in twins:
             line["same_as"] = twins[file.path]
@@ -324,7 +307,7 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
         log.warning(words, of, f"{len(pairs):,}", first_names([*pairs.values()]))
 
 
-def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
+def _count(files: Sequence[DataFile]) -> str:
     return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({sum(file.size for file in files):,} bytes)"
 
 
