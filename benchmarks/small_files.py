@@ -6,7 +6,7 @@
 
 Files of 4 kB of JSON lines, plain and in gzip, with 1 and with 2 workers; then three families of tokenizers on large
 files of parquet, so that both shares stand in one result. Programs take turns in each round, and a ratio is of one
-round. Each of ours runs on a machine that has met the tokenizer. Numbers below 10 are marked.
+round. Each of ours runs on a machine that has met the tokenizer. Ratios below 10 are marked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.published import published
 
 CACHE = tokenization.CACHE = tokenization.CACHE.with_name("small-files")
-FULL = {"files": 10_000, "megabytes": 10.0, "rounds": 3}
+FULL = {"files": 20_000, "megabytes": 10.0, "rounds": 2}
 FAMILIES = {"Llama 3": "<|endoftext|>", "GPT-2": "<|endoftext|>", "Llama 2": "</s>"}
 FILE_BYTES, WANTED = 4096, 10
 OF_JSON_LINES = BASELINE.replace("ParquetReader", "JsonlReader")

@@ -45,7 +45,6 @@ _COPY = re.compile(
     r"|([-._ ](old|bak|backup|orig)|( -)? copy( \d+)?| ?\(\d+\))+$"
 )
 """What people and programs add to the names of copies."""
-_SPARK_DONE = re.compile(r"_SUCCESS|_committed_")
 _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
@@ -97,7 +96,7 @@ def set_faults(
     if 0 < len(texts) < len(inventory.taken):
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
-    done = {PurePath(path).parent for path in inventory.notes if _SPARK_DONE.match(os.path.basename(path))}
+    done = {PurePath(path).parent for path in inventory.notes if re.search(r"(^|/)_(SUCCESS|committed_)", path)}
     parts = [PurePath(file.path) for file in inventory.taken if _SPARK_PART.match(os.path.basename(file.path))]
     if open_folders := sorted({str(part.parent / "part-*") for part in parts if done.isdisjoint(part.parents)}):
         log.warning("%s: Spark's job may not have ended, as no _SUCCESS is there", first_names(open_folders))
@@ -225,11 +224,10 @@ def _sample(path: str, size: int) -> bytes:
 
 def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:
     """Map each file whose path is that of another one but for its ending and the words of copies to that file."""
-    firsts: dict[str, str] = {}
-    paths = {path: os.path.splitext(uncompressed_name(path))[0].split("/") for path in (file.path for file in files)}
-    names = {path: "/".join(_COPY.sub("", part) or part for part in parts) for path, parts in paths.items()}
-    alike = ((path, firsts.setdefault(names[path], path)) for path in sorted(names, key=len))
-    return {path: first for path, first in alike if first != path}
+    parts = {file.path: os.path.splitext(uncompressed_name(file.path))[0].split("/") for file in files}
+    names = {path: "/".join(_COPY.sub("", each) or each for each in split) for path, split in parts.items()}
+    firsts = {names[path]: path for path in sorted(names, key=len, reverse=True)}
+    return {path: firsts[name] for path, name in names.items() if firsts[name] != path}
 
 
 def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:

@@ -126,9 +126,8 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
     """Raise InputError if the first line shows one JSON array, one object over several lines, or UTF-16."""
     begin = first.strip()
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(
-            "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
-        )
+        hint = "convert it with `iconv -f UTF-16 -t UTF-8`"
+        raise InputError("this file is UTF-16, not UTF-8", where=file, hint=hint)
     of_json = uncompressed_name(file).lower().endswith(".json")
     if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
         hint = "convert it with `jq -c '.[]'`"

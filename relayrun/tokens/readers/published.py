@@ -117,22 +117,20 @@ def live_files(place: str, notes: Iterable[str]) -> dict[str, set[str] | None]:
     for path in notes:
         if match := _LIVE_LIST.fullmatch(path):
             folder = match[1] or ""
-            live = found.setdefault(folder, set())
-            if live is None or match["table"]:
+            if match["table"]:
                 found[folder] = None
-                continue
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-                value = json.loads(Path(place, path).read_bytes())
-                names = [file["filename"] for file in value.get("_data_files", ())] + value.get("added", [])
-                live.update(os.path.join(folder, name) for name in names)
-                gone.update(os.path.join(folder, name) for name in value.get("removed", ()))
+            elif (live := found.setdefault(folder, set())) is not None:
+                with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                    value = json.loads(Path(place, path).read_bytes())
+                    names = [file["filename"] for file in value.get("_data_files", ())] + value.get("added", [])
+                    live.update(os.path.join(folder, name) for name in names)
+                    gone.update(os.path.join(folder, name) for name in value.get("removed", ()))
     return {folder: live and live - gone for folder, live in found.items()}
 
 
 _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 """By the hexadecimal digits."""
 
-_HADOOP_SUMS = re.compile(r"\.(.+)\.crc")
 CHECKSUM_LIST = re.compile(r"(?is)(?:(.+)\.)?(?:md5|sha\d+)-?(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?")
 
 
@@ -141,7 +139,7 @@ def listed_checksums(folder: str, notes: Iterable[str]) -> Iterator[tuple[str, s
     checksum for Hadoop's of the file's blocks."""
     for path in notes:
         place, name = os.path.split(path)
-        if of := _HADOOP_SUMS.fullmatch(name):
+        if of := re.fullmatch(r"\.(.+)\.crc", name):
             yield os.path.join(place, of[1]), "", path
         if (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
