@@ -159,6 +159,8 @@ def prepared_run(
         if isinstance(config, RunConfig):
             assert found.manifest is not None  # without data there is an error
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
+            overlaps = [f"{each.words}\n" for each in found.findings.all if each.name == "data.overlap"]
+            write_atomic(run.overlap, "".join(overlaps))
         if membership is not None:  # before the plan, which makes it a run
             membership.write(campaign.membership_path(run))
         if isinstance(config, CommandConfig) and (folder := config.command.checkpoint.folder) is not None:
@@ -231,7 +233,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
     mirrored, told = run.mirror, run.notices
-    policies = run.evaluation_policy, run.notice_policy, run.mirror_policy, mirrored / "id"
+    policies = run.evaluation_policy, run.notice_policy, run.mirror_policy, mirrored / "id", run.overlap
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     folders = (run.config, run.code, run.path / ORIGINAL_NAME, run.evaluations, run.triggers, told, mirrored)

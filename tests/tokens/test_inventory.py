@@ -80,6 +80,8 @@ REFUSED = [
     ("a.csv", b"BZh91AY&SY" + bytes(20), "its content is bz2, not text"),
     ("a.jsonl", POINTER, "a pointer of Git LFS in place of the file"),
     ("a.parquet", POINTER, "a pointer of Git LFS"),
+    ("a.jsonl", b"/annex/objects/SHA256E-s9--ab.jsonl\n", "a pointer of git-annex in place of the file"),
+    ("a.jsonl", bytes(999), "bytes of zero, not text"),
     ("a.jsonl.gz", POINTER, "a pointer of Git LFS"),
     ("a.jsonl", PAGE, "a page of HTML, often an error's, not text"),
     ("a.parquet", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "a page of HTML"),
@@ -223,6 +225,17 @@ def test_a_file_of_the_same_content_as_another_is_left_out(tmp_path: Path, caplo
     assert sorted(os.path.basename(file.path) for file in find_text_files(source, "web")) == prepared(data)
 
 
+def test_a_file_that_its_name_calls_a_copy_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copies = ["a (1).jsonl", "Copy of a.jsonl", "a - Copy (2).jsonl", "a.bak.jsonl", "a.parquet", "a_old/a.jsonl"]
+    others = ["a.jsonl", "b (1).jsonl", "gold.jsonl", "a/a.jsonl", "copy.jsonl", "old/b.jsonl", "thermocopy.jsonl"]
+    data = write(tmp_path / "data", {name: LINE * n for n, name in enumerate(copies + others, 1) if ".p" not in name})
+    pq.write_table(pa.table({"text": ["one"]}), data / "a.parquet")
+    assert prepared(data) == sorted(copies + others)
+    same = {name: line["same_as"] for name, line in lines(data).items() if "same_as" in line}
+    assert same == dict.fromkeys(copies, "a.jsonl") | {"a_old/a.jsonl": "a/a.jsonl"}
+    assert "6 files may hold the text of others (names or samples are alike)" in caplog.text
+
+
 def test_a_copy_of_a_file_of_a_finished_dump_is_left_out(tmp_path: Path) -> None:
     data = write(tmp_path / "data", {"a long name.jsonl": LINE})
     prepared(data)
@@ -266,9 +279,10 @@ def test_a_saved_data_set_is_what_its_state_file_lists(tmp_path: Path) -> None:
     write(data, {"foreign/state.json": b"[]", "foreign/y.arrow": arrow(6)})
     taken = ["foreign/y.arrow", "other/x.arrow", "web/data-00000-of-00002.arrow", "web/data-00001-of-00002.arrow"]
     assert prepared(data) == taken
-    assert lines(data)["web/cache-0123456789abcdef.arrow"]["why"] == "not listed in state.json"
+    assert lines(data)["web/cache-0123456789abcdef.arrow"]["why"] == "hidden or temporary"
+    assert lines(data)["web/data-00000-of-00001.arrow"]["why"] == "not in the list of live files"
     (data / taken[2]).unlink()
-    with pytest.raises(InputError, match=r"data-00000-of-00002.arrow: state.json lists this file, which is missing"):
+    with pytest.raises(InputError, match=r"00000-of-00002.arrow: a list beside it names this file, which is missing"):
         prepared(data)
 
 

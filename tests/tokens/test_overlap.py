@@ -13,7 +13,9 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
+from relayrun.submit import submission
 from relayrun.submit.check.data import check_data
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.tokens.mixture import overlap
 from relayrun.tokens.mixture.overlap import NGRAM, measure_overlap
@@ -106,3 +108,14 @@ def test_the_check_says_how_much_of_a_validation_set_is_trained_on(tmp_path: Pat
         (found,) = (finding for finding in findings.all if finding.name == "data.overlap")
         assert (found.level, found.words.startswith("validation 'v': ")) == (level, True)
         assert f"{int(level == 'warning')} of {len(held_out)} documents and " in found.words
+
+
+def test_a_submit_keeps_what_the_check_measured(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    write(tmp_path / "v", [[i % 7 + 1 for i in range(begin, begin + 90)] for begin in range(20)])
+    config = resolve.load_run_config(workspace.config("run", data={"validation": {"v": [str(tmp_path / "v")]}}))
+    with submission.prepared_run(config, SubmitIntent()) as (run, _):
+        pass
+    assert run.overlap.read_text() == (
+        "validation 'v': 0 of 20 documents and 0.00% of their 13-grams stand in 120 of 120 documents\n"
+    )

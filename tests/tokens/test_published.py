@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -149,6 +150,44 @@ def test_a_download_that_has_not_ended_is_refused(tmp_path: Path) -> None:
     assert prepared(data, filter_out=["aria2"]) == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize("mark", ["_delta_log/0.json", ".hoodie/hoodie.properties", "metadata/snap-1.avro"])
+def test_a_table_that_may_keep_removed_rows_is_refused(tmp_path: Path, mark: str) -> None:
+    data = write(tmp_path / "data", numbered("t/a.jsonl", "t/lang=de/b.jsonl", "c.jsonl") | {f"t/{mark}": b"{}"})
+    with pytest.raises(InputError, match=r"(?s)t/a\.jsonl: part of a table.*t/lang=de/b\.jsonl: part of a table"):
+        prepared(data)
+    assert len(prepared(data, filter_out=[mark.split("/")[0]])) == 3
+
+
+def test_a_part_that_a_job_of_databricks_did_not_commit_is_left_out(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", numbered("x/a.json", "x/b.json", "x/c.json", "x/d.jsonl", "e.json"))
+    commits = [{"added": ["a.json", "b.json"], "removed": []}, {"added": [], "removed": ["b.json"]}]
+    write(data, {f"x/_committed_{n}": json.dumps(commit).encode() for n, commit in enumerate(reversed(commits))})
+    assert prepared(data) == ["e.json", "x/a.json", "x/d.jsonl"]
+    (data / "x" / "a.json").unlink()
+    with pytest.raises(InputError, match=r"x/a\.json: a list beside it names this file, which is missing"):
+        prepared(data)
+
+
+def test_parts_of_spark_without_the_mark_of_its_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    part = "part-00000-c0ffee00-1111-2222-3333-444455556666-c000.json"
+    data = write(tmp_path / "data", numbered(f"x/lang=de/{part}", f"y/{part}", "a.jsonl") | {"x/_SUCCESS": b""})
+    assert len(prepared(data)) == 3
+    assert "y/part-*: Spark's job may not have ended, as no _SUCCESS is there" in caplog.text
+    assert "x/lang" not in caplog.text
+
+
+def test_records_of_warc_have_a_way_and_an_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    record = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 5\r\n\r\nwords\r\n\r\n"
+    data = write(tmp_path / "data", numbered("a.jsonl") | {"b.warc": record * 2, "c.warc.gz": PACKED})
+    assert prepared(data) == ["a.jsonl"]
+    assert "ending not read; `reader: warc` with --ending reads it: 2 files" in caplog.text
+    assert prepared(data, endings=[".warc"]) == ["b.warc"]
+    write(data, {"b.warc": record * 2 + record[:-6]})
+    with pytest.raises(InputError, match=r"b\.warc: it may be torn"):
+        prepared(data, endings=[".warc"])
+
+
 def settings_of(tmp_path: Path) -> TokenizationSettings:
     return dump_settings(tmp_path, train_tokenizer(tmp_path / "tok" / "tokenizer.json"), workers=1)
 
@@ -192,6 +231,20 @@ def test_the_lists_of_checksums_are_read(tmp_path: Path, note: str, words: str, 
     write(data, {note: words.format(**bad).encode()})
     prepared(data, filter_out=[note])
     inventory.refuse_wrong_checksums(written, str(data), [name])
+
+
+def test_the_checksums_of_hadoop_are_compared(tmp_path: Path) -> None:
+    content = text(0) * 50
+    sums = [zlib.crc32(content[begin : begin + 512]).to_bytes(4) for begin in range(0, len(content), 512)]
+    crc = b"crc\0" + (512).to_bytes(4) + b"".join(sums)
+    data = write(tmp_path / "data", {"x/a.json": content, "x/.a.json.crc": crc, "x/.gone.json.crc": crc})
+    written = data.parent / "meta" / "inventory.jsonl"
+    assert prepared(data) == ["x/a.json"]
+    inventory.refuse_wrong_checksums(written, str(data), ["x/a.json"])
+    for bad in (content + b"\n", content[:-600], content[:700] + b"#" + content[701:], b""):
+        write(data, {"x/a.json": bad})
+        with pytest.raises(InputError, match=r"x/a\.json: its checksum is not the one that x/\.a\.json\.crc lists"):
+            inventory.refuse_wrong_checksums(written, str(data), ["x/a.json"])
 
 
 def test_checksums_are_compared_before_a_dump_is_done(tmp_path: Path) -> None:

@@ -156,6 +156,14 @@ def test_a_page_holds_all_that_it_shows_and_no_script(accounted: Run, capsys: py
         assert words in page.text("style"), words
 
 
+def test_a_page_shows_the_overlap_that_the_check_measured(accounted: Run) -> None:
+    accounted.overlap.write_text(f"validation {EVIL!r}: 1 of 9 documents and 12.00% of their 13-grams stand in 50\n")
+    assert main(["report", "my-project/my-run"]) == 0
+    page = Structure(Path("report-my-run.html").read_text(encoding="utf-8"))
+    assert "1 of 9 documents and 12.00% of their 13-grams" in page.text()
+    assert "script" not in page.tags()
+
+
 def test_red_is_for_failures_alone() -> None:
     """Hues near red, in light, dark and print."""
     style = (Path(page.__file__).parent / "templates/style.css").read_text(encoding="utf-8")

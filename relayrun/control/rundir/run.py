@@ -5,6 +5,7 @@
     job.sbatch                   the rendered job, submitted by every attempt
     fallback.sbatch              the small job that starts if one of these fails
     manifest.json                the frozen, ordered list of shards
+    overlap.txt                  overlap of validation sets with training data, by the newest submit's check
     attempts/0007/               see `attempt`
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
@@ -53,6 +54,7 @@ class Run:
     fallback_script = PathIn("fallback.sbatch")
     """The rendered fallback job, see `chain.jobs`."""
     manifest = PathIn("manifest.json")
+    overlap = PathIn("overlap.txt")
     data_cache = PathIn("data_cache")
     """Indices of the data sets, if the config names no folder for them."""
     attempts = PathIn(ATTEMPTS_NAME)

@@ -7,7 +7,6 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pkgutil
@@ -15,21 +14,23 @@ import tarfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unreadable_file_error
-from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
+from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range
-from relayrun.tokens.readers.inputs import PARQUET, expected_content, file_format
+from relayrun.tokens.readers.inputs import PARQUET, content_fault_now, file_format
 from relayrun.tokens.readers.texts import PackedTexts, find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _FILES_AT_A_TIME = 8
 
@@ -54,15 +55,7 @@ def read_column(
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError, tarfile.TarError) as error:
         hint = "fetch the file again, then run again: what is done is kept"
-        raise _content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
-
-
-def _content_fault_now(path: str) -> InputError | None:
-    with contextlib.suppress(OSError, RelayrunError):
-        if urls.is_url(path) or os.path.isfile(path):  # a pipe can be read only once
-            with open_input(path) as raw:
-                return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
-    return None
+        raise content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
 
 
 MAX_BAD_FIRST_LINES = 100
@@ -86,7 +79,7 @@ class _FirstBadLines(LineFaults):
             LineFaults().add(*self.last)
 
 
-def check_column(path: str, column: str, *, skip_lines: bool = False) -> None:
+def check_column(path: str, column: str, skip_lines: bool = False) -> None:
     """Read the schema or the first lines of a file, and the first texts. Raises InputError as `read_column`.
     `skip_lines`: some bad lines at the beginning are accepted."""
     faults = _FirstBadLines(skip=skip_lines)
@@ -132,11 +125,15 @@ def check_files(
 def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
     if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
         return None  # a pipe can be read only once
+    return _or_error(check_column, path, column, skip_lines)
+
+
+def _or_error(call: Callable[..., T], *arguments: Any) -> T | InputError:
+    """Return the result of a call, or the InputError that it raises."""
     try:
-        check_column(path, column, skip_lines=skip_lines)
+        return call(*arguments)
     except InputError as error:
         return error
-    return None
 
 
 _BATCH_BYTES = 4_000_000
@@ -168,21 +165,13 @@ class RowFile:
 def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
     """Return a RowFile for each (path, bytes on disk), from the footers of parquet files. Raises InputError that names
     the files that are torn, lack the column, or have other columns than the first one."""
-    bad: list[RelayrunError] = []
-
-    def tried(file: tuple[str, int]) -> RowFile | None:
-        try:
-            return _inspect_file(*file, column)
-        except InputError as error:
-            bad.append(error)
-            return None
-
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        found = [file for file in pool.map(tried, files) if file is not None]
-    if bad:
+        looked = [*pool.map(lambda file: _or_error(_inspect_file, *file, column), files)]
+    if bad := [each for each in looked if isinstance(each, InputError)]:
         raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
+    found = [each for each in looked if isinstance(each, RowFile)]
     first = wide_schema(found[0].schema)
-    bad += [
+    bad = [
         InputError(
             f"its columns are others than those of {printable(found[0].path)}: {_schema_difference(schema, first)}",
             where=printable(file.path),

@@ -30,6 +30,8 @@ _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
         ("parquet", rb"PAR1"),
         ("Arrow", rb"ARROW1"),
         ("Git LFS", rb"version https://git-lfs\.github\.com/spec/"),
+        ("git-annex", rb"/annex/objects/"),
+        ("zeros", rb"\0+\Z"),
         ("HTML", rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml[^>]*>\s*<(?:!doctype html|html|error))"),
         ("JSON", rb"(?:\xef\xbb\xbf)?\s*\{\s*[\"}]"),
         (TAR_ARCHIVE, rb".{257}ustar"),
@@ -74,10 +76,12 @@ def content_fault(path: str, head: bytes, expected: str | None) -> InputError | 
         words, hint = "its first bytes are no text in UTF-8", f"convert it, as `iconv -f UTF-16 -t UTF-8` does, {leave}"
     elif found is None or found == expected or (expected is None and found == "JSON"):
         return None
-    elif found == "Git LFS":
-        words, hint = "a pointer of Git LFS in place of the file", f"run `git lfs pull` in the data set, {leave}"
-    elif found == "HTML":
-        words, hint = f"a page of HTML, often an error's, not {promised}", f"fetch the file again, {leave}"
+    elif found in ("Git LFS", "git-annex"):
+        command = "git lfs pull" if found == "Git LFS" else "git annex get"
+        words, hint = f"a pointer of {found} in place of the file", f"run `{command}` in the data set, {leave}"
+    elif found in ("HTML", "zeros"):
+        what = "a page of HTML, often an error's" if found == "HTML" else "bytes of zero"
+        words, hint = f"{what}, not {promised}", f"fetch the file again, {leave}"
     else:
         words = f"its content is {found}, not {promised} as its name says"
         hint = f"give the file the ending of its content, {leave}"
@@ -95,12 +99,15 @@ def is_torn(path: str) -> bool:
         with open(path, "rb", buffering=0) as file:
             head = file.read(HEAD_BYTES)
             file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD_BYTES))
-            tail = file.read().rstrip()
+            tail = file.read()
     except OSError:
         return False
     if head[257:262] == b"ustar":
         return tail.strip(b"\0") != b""  # blocks of zeros end it
     if is_text_file(path):
         return False
+    if head.startswith(b"WARC/"):
+        return not tail.endswith(b"\r\n\r\n")
+    tail = tail.rstrip()
     ends = next((ends for begin, ends in _ENDS.items() if head.startswith(begin)), (b"",))
     return tail != b"" and not tail.endswith(ends)

@@ -31,7 +31,7 @@ _LONGEST_HEAD = 10
 
 def split_range(path: str) -> tuple[str, int, int | None]:
     """Return the file of a path, and the first byte and the end of its range; 0 and None for a whole file."""
-    match = _RANGE.fullmatch(path)
+    match = _RANGE.fullmatch(path) if "/bytes=" in path else None
     return (match[1], int(match[2]), int(match[3]) if match[3] else None) if match else (path, 0, None)
 
 

@@ -7,12 +7,13 @@ module does not import Arrow.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
@@ -20,7 +21,7 @@ from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
-from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, STATE_FILE, listed_splits, why_left_out
+from relayrun.tokens.readers.published import FILTERED_OUT, JSON_ENDINGS, listed_splits, live_files, why_left_out
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -154,15 +155,8 @@ class DataFile:
 
     path: str
     size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOutFile:
-    """A file below a data set folder that is not read, and why."""
-
-    path: str
-    size: int
-    why: str
+    why: str = ""
+    """Why it is left out; empty if it is taken."""
     fault: InputError | None = None
     """The error of a file that is refused: it has to be mended or filtered out."""
 
@@ -172,16 +166,24 @@ class Inventory:
     """All files below a data set folder, taken or left out, each ordered by path."""
 
     taken: tuple[DataFile, ...]
-    left_out: tuple[LeftOutFile, ...]
+    left_out: tuple[DataFile, ...]
+
+    @property
+    def notes(self) -> set[str]:
+        """Paths of the files that are left out and not by a filter: what others wrote beside the data."""
+        return {file.path for file in self.left_out if file.why != FILTERED_OUT}
+
+    def leave_out(self, files: Iterable[DataFile]) -> Inventory:
+        """Return the inventory with these files left out; the first reason for a file counts."""
+        left = {file.path: file for file in reversed([*files])}
+        taken = tuple(file for file in self.taken if file.path not in left)
+        return Inventory(taken, tuple(sorted((*self.left_out, *left.values()), key=by_path)))
 
     def refuse(self, *, dead_links_only: bool = False) -> None:
         """Raise InputError that names the refused files, if any."""
-        faults = [file.fault for file in self.left_out if file.fault and file.why == DEAD_LINK]
-        others = [file.fault for file in self.left_out if file.fault and file.why != DEAD_LINK]
-        if others and not dead_links_only:
-            raise combined_error(faults + others, "files are refused")
-        if faults:
-            raise combined_error(faults, "links lead nowhere")
+        whys = {DEAD_LINK} if dead_links_only else {file.why for file in self.left_out if file.fault}
+        if faults := [file.fault for file in self.left_out if file.fault and file.why in whys]:
+            raise combined_error(faults, "links lead nowhere" if whys == {DEAD_LINK} else "files are refused")
 
 
 DEAD_LINK = "link that leads nowhere"
@@ -189,7 +191,7 @@ _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
 
-def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[LeftOutFile]) -> set[str]:
+def _metadata_beside(place: str, taken: Sequence[DataFile], left: Sequence[DataFile]) -> set[str]:
     """Return the paths of taken files that are no data because of the files beside them: JSON of a model or tokenizer,
     or among logs of datatrove, and lists of files."""
     names = {file.path: os.path.split(file.path) for file in taken}
@@ -218,64 +220,63 @@ def take_inventory(
     below a URL the reader does that. Raises InputError if the folder is missing or cannot be listed."""
     place, suffixes = urls.absolute_path(folder), tuple(map(str.lower, endings)) or data_suffixes()
     taken: list[DataFile] = []
-    left: list[LeftOutFile] = []
+    left: list[DataFile] = []
     with Progress("finding files", None, "files"):
-        for file, why, fault in _list_files(place, names):
+        for file in _list_files(place, names):
             count(1)
             if by_name := why_left_out(file.path, suffixes, filter_in, filter_out):
-                why, fault = by_name, None
-            elif not (why or file.size or expected_content(file.path)):
-                why = "empty"
-            if why is not None:
-                left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=fault))
-            else:
-                taken.append(file)
+                file = DataFile(path=file.path, size=file.size, why=by_name)
+            elif not (file.why or file.size or expected_content(file.path)):
+                file = replace(file, why="empty")
+            (left if file.why else taken).append(file)
+    there = Inventory(tuple(sorted(taken, key=by_path)), tuple(left))
     metadata = _metadata_beside(place, taken, left)
-    left += [LeftOutFile(path=file.path, size=file.size, why="metadata") for file in taken if file.path in metadata]
-    taken = [file for file in taken if file.path not in metadata]
+    there = there.leave_out(replace(file, why="metadata") for file in taken if file.path in metadata)
     with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
-        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
+        faults = zip(there.taken, pool.map(functools.partial(_content_fault, place), there.taken), strict=True)
     why = "other content than its name"
-    left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
-    taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
-    states = [file.path for file in left if os.path.basename(file.path) == STATE_FILE and not urls.is_url(place)]
-    for path in states:
-        taken, more = _by_state_file(place, path, taken)
-        left += more
-    return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
+    there = there.leave_out(replace(file, why=why, fault=bad) for file, bad in faults if bad)
+    return there if urls.is_url(place) else there.leave_out(_by_live_lists(place, there))
 
 
-def _by_state_file(place: str, path: str, taken: list[DataFile]) -> tuple[list[DataFile], list[LeftOutFile]]:
-    """Leave out the .arrow files beside a `state.json` that it does not list, which are of an earlier set or a cache;
-    its missing files are refused."""
-    folder = os.path.dirname(path)
-    if not (listed := saved_rows(place, path)[1]):
-        return taken, []
-    beside = {file for file in taken if os.path.dirname(file.path) == folder and file_format(file.path) is ARROW}
-    stale, there = {file for file in beside if file.path not in listed}, {file.path for file in beside}
-    left = [LeftOutFile(path=file.path, size=file.size, why=f"not listed in {STATE_FILE}") for file in stale]
-    for name in sorted(listed):
-        if name not in there and not os.path.lexists(os.path.join(place, name)):
+def _by_live_lists(place: str, inventory: Inventory) -> list[DataFile]:
+    """Return the taken files to leave out: those that the list above them does not name, which are of an earlier set
+    or a cache. Its missing files are refused, and the files of tables."""
+    left: list[DataFile] = []
+    lists = live_files(place, inventory.notes)
+    for path in sorted(path for live in lists.values() for path in live or ()):
+        if not os.path.lexists(os.path.join(place, path)):
             hint = "fetch the data set again, or leave it out with --filter-out"
-            fault = InputError(f"{STATE_FILE} lists this file, which is missing", where=f"{place}/{name}", hint=hint)
-            left.append(LeftOutFile(path=name, size=0, why="missing", fault=fault))
-    return [file for file in taken if file not in stale], left
+            fault = InputError("a list beside it names this file, which is missing", where=f"{place}/{path}", hint=hint)
+            left.append(DataFile(path=path, size=0, why="missing", fault=fault))
+    for file in inventory.taken:
+        folder = os.path.dirname(file.path)
+        while folder and folder not in lists:
+            folder = os.path.dirname(folder)
+        if (live := lists.get(folder, set())) is None:
+            words = "part of a table of Delta Lake, Hudi or Iceberg, which may keep removed rows"
+            hint = "export the live rows, or take all with --filter-out _delta_log, .hoodie or .avro"
+            fault = InputError(words, where=f"{place}/{file.path}", hint=hint)
+            left.append(replace(file, why="part of a table", fault=fault))
+        elif live and file.path not in live and file.path.endswith(os.path.splitext(next(iter(live)))[1]):
+            left.append(replace(file, why="not in the list of live files"))
+    return left
 
 
-def saved_rows(place: str, path: str) -> tuple[int | None, list[str]]:
+def saved_rows(place: str, path: str) -> tuple[int | None, Set[str]]:
     """Return the rows of a saved data set as its publisher counted them (`dataset_info.json`), None if unknown, and
     the paths of its files as the state file at `path` below `place` lists them; none if it is of another program."""
-    folder, files = os.path.dirname(path), []
+    folder = os.path.dirname(path)
+    files = live_files(place, [path])[folder] or set()
     try:
-        state = read_json(os.path.join(place, path))
-        files = [os.path.join(folder, file["filename"]) for file in state["_data_files"]]
+        split = read_json(os.path.join(place, path))["_split"]
         info = read_json(os.path.join(place, folder, "dataset_info.json"))
-        return int(info["splits"][state["_split"]]["num_examples"]), files
+        return int(info["splits"][split]["num_examples"]), files
     except (OSError, ValueError, KeyError, TypeError):
         return None, files
 
 
-def by_path(file: DataFile | LeftOutFile) -> bytes:
+def by_path(file: DataFile) -> bytes:
     return os.fsencode(file.path)
 
 
@@ -285,25 +286,27 @@ def _content_fault(place: str, file: DataFile) -> InputError | None:
     if urls.is_url(place):
         hint = "rename the file, or leave it out with --filter-out"
         return InputError("fsspec cannot open a name with `::`", where=path, hint=hint) if "::" in file.path else None
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
-    except OSError:  # the reader says why
-        return None
+    return content_fault_now(path)
 
 
-_Found = tuple[DataFile, str | None, InputError | None]
+def content_fault_now(path: str) -> InputError | None:
+    """Return the fault of a file by its first bytes; None if it cannot be read, which its reader explains."""
+    with contextlib.suppress(OSError, RelayrunError):
+        if urls.is_url(path) or os.path.isfile(path):  # a pipe can be read only once
+            with urls.open_input(path) as raw:
+                return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    return None
 
 
-def _list_files(place: str, names: Sequence[str] | None) -> Iterator[_Found]:
+def _list_files(place: str, names: Sequence[str] | None) -> Iterator[DataFile]:
     if urls.is_url(place):
-        return ((DataFile(path=path, size=size), None, None) for path, size in urls.list_url(place))
+        return (DataFile(path=path, size=size) for path, size in urls.list_url(place))
     if names is None:
         return _list_local_files(place)
-    return ((DataFile(path=n, size=os.stat(os.path.join(place, n)).st_size), None, None) for n in names)
+    return (DataFile(path=name, size=os.stat(os.path.join(place, name)).st_size) for name in names)
 
 
-def _list_local_files(folder: str) -> Iterator[_Found]:
+def _list_local_files(folder: str) -> Iterator[DataFile]:
     if not os.path.isdir(folder):
         is_file = os.path.isfile(folder)
         hint = (not is_file and did_you_mean_path(folder)) or "give the folder that holds the files of text, or a URL"
@@ -322,10 +325,10 @@ def _list_local_files(folder: str) -> Iterator[_Found]:
                     what = "this link leads nowhere" if entry.is_symlink() else "this file cannot be looked at"
                     what, hint = f"{what} ({error.strerror})", "mend or remove it, or --filter-out"
                     fault = InputError(what, where=printable(entry.path), hint=hint)
-                    yield DataFile(path=path, size=0), DEAD_LINK, fault
+                    yield DataFile(path=path, size=0, why=DEAD_LINK, fault=fault)
                     continue
                 if not stat.S_ISDIR(status.st_mode):
-                    why = None if stat.S_ISREG(status.st_mode) else "no regular file"
-                    yield DataFile(path=path, size=status.st_size), why, None
+                    why = "" if stat.S_ISREG(status.st_mode) else "no regular file"
+                    yield DataFile(path=path, size=status.st_size, why=why)
                 elif (identity := (status.st_dev, status.st_ino)) not in ancestors:
                     stack.append((path, ancestors | {identity}))

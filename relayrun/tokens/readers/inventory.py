@@ -17,7 +17,8 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePath
 from typing import Any
 
 from relayrun.errors import InputError, RelayrunError, combined_error
@@ -25,17 +26,7 @@ from relayrun.files import write_atomic
 from relayrun.tokens.readers import published
 from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
 from relayrun.tokens.readers.file_ranges import decompress, file_of_range
-from relayrun.tokens.readers.inputs import (
-    TAR,
-    TEXT,
-    DataFile,
-    Inventory,
-    LeftOutFile,
-    by_path,
-    file_format,
-    saved_rows,
-    take_inventory,
-)
+from relayrun.tokens.readers.inputs import TAR, TEXT, DataFile, Inventory, file_format, saved_rows, take_inventory
 from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
@@ -50,6 +41,12 @@ _NUMBERED = re.compile(
     r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
 )
 _BELOW_HIDDEN = re.compile(r"(?s)((?:^|.*?/)\.[^/]+/).*")
+_COPY = re.compile(
+    r"(?i)^copy of | \(.*conflicted copy.*|\.sync-conflict-.*"
+    r"|([-._ ](old|bak|backup|orig)|( -)? copy( \d+)?| ?\(\d+\))+$"
+)
+"""What people and programs add to the names of copies."""
+_SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
 
@@ -79,14 +76,12 @@ def check_sets(
 ) -> Inventory:
     """Return the inventory with the files refused that `set_faults` names, and those that are not whole.
     `all_splits`: held-out splits are taken."""
-    refused: dict[str, LeftOutFile] = {}
     faults = set_faults(folder, inventory, filter_in, all_splits=all_splits)
-    for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory)):
-        for number, file in enumerate(files):  # the first one has the fault of all
-            left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
-            refused.setdefault(file.path, left)
-    left_out = sorted((*inventory.left_out, *refused.values()), key=by_path)
-    return Inventory(tuple(file for file in inventory.taken if file.path not in refused), tuple(left_out))
+    return inventory.leave_out(
+        replace(file, why=why, fault=None if number else fault)  # the first one has the fault of all
+        for fault, why, files in itertools.chain(faults, _unfinished(folder, inventory))
+        for number, file in enumerate(files)
+    )
 
 
 _SetFaults = Iterator[tuple[InputError, str, Sequence[DataFile]]]
@@ -96,24 +91,23 @@ def set_faults(
     folder: str, inventory: Inventory, filter_in: Sequence[str] = (), *, all_splits: bool = False
 ) -> _SetFaults:
     """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
-    names, and mixed `-of-N` sets. Warns of missing numbers."""
+    names, and mixed `-of-N` sets. Warns of missing numbers, and of parts of Spark without `_SUCCESS`."""
     held_out = () if all_splits else _held_out_sets(folder, inventory, filter_in)
     texts = [file.path for file in inventory.taken if file_format(file.path) is TEXT]
     if 0 < len(texts) < len(inventory.taken):
         words = "%s: of %s files, %s are texts, each read as one document; if they are notes: --filter-out"
         log.warning(words, first_names(texts), f"{len(inventory.taken):,}", f"{len(texts):,}")
-    if begun := published.unfinished_downloads(_notes(inventory)):
+    if begun := published.unfinished_downloads(inventory.notes):
         log.warning("%s: a download has not ended: %s; run `hf download` again", printable(folder), first_names(begun))
+    done = {PurePath(path).parent for path in inventory.notes if re.search(r"(^|/)_(SUCCESS|committed_)", path)}
+    parts = [PurePath(file.path) for file in inventory.taken if _SPARK_PART.match(os.path.basename(file.path))]
+    if open_folders := sorted({str(part.parent / "part-*") for part in parts if done.isdisjoint(part.parents)}):
+        log.warning("%s: Spark's job may not have ended, as no _SUCCESS is there", first_names(open_folders))
     return itertools.chain(held_out, _mixed_sets(folder, inventory.taken))
 
 
-def _notes(inventory: Inventory) -> set[str]:
-    """Return the paths of the files that are left out: what others wrote beside the data."""
-    return {file.path for file in inventory.left_out if file.why != FILTERED_OUT}
-
-
 def _held_out_sets(folder: str, inventory: Inventory, filter_in: Sequence[str]) -> _SetFaults:
-    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, _notes(inventory))
+    listed = published.listed_splits(folder, {file.path for file in inventory.taken}, inventory.notes)
     splits: dict[tuple[str | None, str], list[DataFile]] = defaultdict(list)
     for file in inventory.taken:
         split = held_out_split(file.path)
@@ -144,7 +138,7 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
 
 def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
     """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
-    notes, hint = _notes(inventory), "fetch or write it again, or leave it out with --filter-out, or the note"
+    notes, hint = inventory.notes, "fetch or write it again, or leave it out with --filter-out, or the note"
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
         torn = pool.map(lambda file: is_torn(urls.join_path(folder, file.path)), inventory.taken)
     for file, has_no_end in zip(inventory.taken, torn, strict=True):
@@ -188,9 +182,8 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
             del twins[path]
     why = "same content as another file"
     same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
-    left = [LeftOutFile(path=file.path, size=file.size, why=why) for file in inventory.taken if file.path in same]
-    taken = tuple(file for file in inventory.taken if file.path not in same)
-    return Inventory(taken, tuple(sorted((*inventory.left_out, *left), key=by_path))), twins
+    there = inventory.leave_out(replace(file, why=why) for file in inventory.taken if file.path in same)
+    return there, _named_copies(there.taken) | twins
 
 
 def _text_checksum(path: str) -> str | None:
@@ -232,14 +225,22 @@ def _sample(path: str, size: int) -> bytes:
     return digest.digest()
 
 
+def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:
+    """Map each file whose path is that of another one but for its ending and the words of copies to that file."""
+    parts = {file.path: os.path.splitext(uncompressed_name(file.path))[0].split("/") for file in files}
+    names = {path: "/".join(_COPY.sub("", each) or each for each in split) for path, split in parts.items()}
+    firsts = {names[path]: path for path in sorted(names, key=len, reverse=True)}
+    return {path: firsts[name] for path, name in names.items() if firsts[name] != path}
+
+
 def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
     """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
     `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size."""
     before = _read_inventory(path)
-    files: list[DataFile | LeftOutFile] = [*inventory.taken, *inventory.left_out]
-    lines = [{"path": file.path, "bytes": file.size, "taken": isinstance(file, DataFile)} for file in files]
+    files = [*inventory.taken, *inventory.left_out]
+    lines: list[dict[str, Any]] = [{"path": file.path, "bytes": file.size, "taken": not file.why} for file in files]
     for file, line in zip(files, lines, strict=True):
-        if isinstance(file, LeftOutFile):
+        if file.why:
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
         if file.path in twins:
             line["same_as"] = twins[file.path]
@@ -284,7 +285,7 @@ def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> Non
     files = {file_of_range(name) for name in names}
     listed = list(published.listed_checksums(folder, notes, files))
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        good = pool.map(lambda each: published.has_checksum(os.path.join(folder, each[0]), each[1]), listed)
+        good = pool.map(lambda each: published.has_checksum(folder, *each), listed)
     faults, hint = [], "fetch it again, or leave out the file or the list with --filter-out"
     for (file, _, by), same in zip(listed, good, strict=True):
         if not same:
@@ -307,7 +308,7 @@ def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") 
         log.warning(words, of, f"{len(pairs):,}", first_names([*pairs.values()]))
 
 
-def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
+def _count(files: Sequence[DataFile]) -> str:
     return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({sum(file.size for file in files):,} bytes)"
 
 

@@ -41,6 +41,7 @@ _CUT_PATTERN = re.compile(
     rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, not the second half of a surrogate pair
 )
 """Positions where the inside of a JSON string may be cut into two."""
+_INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+(?=")', re.DOTALL)
 
 BOM = b"\xef\xbb\xbf"
 
@@ -125,9 +126,8 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
     """Raise InputError if the first line shows one JSON array, one object over several lines, or UTF-16."""
     begin = first.strip()
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(
-            "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
-        )
+        hint = "convert it with `iconv -f UTF-16 -t UTF-8`"
+        raise InputError("this file is UTF-16, not UTF-8", where=file, hint=hint)
     of_json = uncompressed_name(file).lower().endswith(".json")
     if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
         hint = "convert it with `jq -c '.[]'`"
@@ -205,7 +205,7 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
                 text, long, encodable = LongText(scratch), False, True
                 continue
         else:
-            quote = _closing_quote(left)
+            quote = match.end() if (match := _INSIDE_STRING.match(left)) else -1
             cut = None if quote >= 0 or len(left) <= _LONG_BYTES else _CUT_PATTERN.search(left, len(left) - 4096)
             end = quote if quote >= 0 else cut.start() if cut is not None else -1
             if end >= 0:
@@ -233,18 +233,6 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
         block = lines.readline(_LONG_BYTES)
         ended = len(block) < _LONG_BYTES or block.endswith(b"\n")
         left += block
-
-
-def _closing_quote(inside: bytearray) -> int:
-    quote = inside.find(b'"')
-    while quote >= 0:
-        first = quote
-        while first > 0 and inside[first - 1] == 0x5C:  # backslashes
-            first -= 1
-        if (quote - first) % 2 == 0:
-            return quote
-        quote = inside.find(b'"', quote + 1)
-    return -1
 
 
 def _decode_string(inside: bytearray) -> bytes | None:

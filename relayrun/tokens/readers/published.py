@@ -1,4 +1,4 @@
-"""Reads what publishers and `hf download` write beside data: lists and dataset cards of held-out files, checksums.
+"""Reads what publishers and programs write beside data: lists and cards of held-out files, of live ones, checksums.
 
 A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below a URL none of it is read.
 """
@@ -6,11 +6,13 @@ A note that a filter leaves out (`--filter-out SHA256SUMS`) says nothing. Below 
 from __future__ import annotations
 
 import base64
+import contextlib
 import fnmatch
 import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ METADATA_FILE_NAMES = (
 _METADATA_TEXT = re.compile(
     r"(licen[cs]es?|copying|notice|readme|change(log|s)|requirements|version|vocab|merges|urls|robots|paths_file_\d+)\.txt"
 )
+_TEMPORARY = re.compile(r"\.|_(?![^/]*=)|\$recycle\.bin$|cache-[0-9a-f]{16,}.*\.arrow$")
+"""Beginnings of names: of hidden files, caches of Hugging Face's datasets, and deleted files."""
 
 _HELD_OUT = {
     "validation": {"validation", "valid", "val", "dev"},
@@ -101,6 +105,30 @@ def _read_list(path: str) -> Any:
         return None
 
 
+_LIVE_LIST = re.compile(
+    r"(?:(.*)/)?(?:state\.json|_committed_\w+|(?P<table>_delta_log/.*|\.hoodie/.*|metadata/[^/]+\.avro))"
+)
+
+
+def live_files(place: str, notes: Iterable[str]) -> dict[str, set[str] | None]:
+    """Return by folder the files that are data still, as a list there says (of datasets or Databricks), empty for
+    lists of other programs; None for a table (Delta Lake, Hudi, Iceberg), which keeps removed rows."""
+    found: dict[str, set[str] | None] = {}
+    gone: set[str] = set()
+    for path in notes:
+        if match := _LIVE_LIST.fullmatch(path):
+            folder = match[1] or ""
+            if match["table"]:
+                found[folder] = None
+            elif (live := found.setdefault(folder, set())) is not None:
+                with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                    value = json.loads(Path(place, path).read_bytes())
+                    names = [file["filename"] for file in value.get("_data_files", ())] + value.get("added", [])
+                    live.update(os.path.join(folder, name) for name in names)
+                    gone.update(os.path.join(folder, name) for name in value.get("removed", ()))
+    return {folder: live and live - gone for folder, live in found.items()}
+
+
 _KINDS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 """By the hexadecimal digits."""
 
@@ -112,13 +140,17 @@ commit, etag and time; `lock` when it is begun. The format is that of huggingfac
 
 
 def listed_checksums(folder: str, notes: Iterable[str], files: Set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield path and checksum of each of `files` that the lists among `notes` name, and the path of the list."""
+    """Yield path and checksum of each of `files` that the lists among `notes` name, and the path of the list; an empty
+    checksum for Hadoop's of the file's blocks."""
     for path in notes:
         place, name = os.path.split(path)
         if hub := _HUB_NOTE.fullmatch(path):
             file = hub[1] + hub[2]
             if hub[3] == "metadata" and file in files and (digest := _etag(os.path.join(folder, path))):
                 yield file, digest, path
+        elif of := re.fullmatch(r"\.(.+)\.crc", name):
+            if (file := os.path.join(place, of[1])) in files:
+                yield file, "", path
         elif (of := CHECKSUM_LIST.fullmatch(name)) and os.path.isfile(os.path.join(folder, path)):
             for line in Path(folder, path).read_text("utf-8", "surrogateescape").splitlines():
                 digest, _, file = line.strip().lstrip("\\").partition(" ")
@@ -137,12 +169,17 @@ def _etag(note: str) -> str | None:
     return kinds.get(len(etag)) if re.fullmatch("[0-9a-f]+", etag) else None
 
 
-def has_checksum(path: str, digest: str) -> bool:
-    """Return whether a file has this checksum, of Git's kind behind `blob `; it is read whole. Raises OSError."""
+def has_checksum(folder: str, file: str, digest: str, by: str) -> bool:
+    """Return whether a file below `folder` has this checksum of the list `by`, of Git's kind behind `blob `; it is read
+    whole. Raises OSError."""
     kind, _, digest = digest.rpartition(" ")
-    with open(path, "rb") as file:
-        blob = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
-        return hashlib.file_digest(file, blob.copy if kind else _KINDS[len(digest)]).hexdigest() == digest
+    with open(os.path.join(folder, file), "rb") as content:
+        if digest:
+            blob = hashlib.sha1(b"blob %d\0" % os.fstat(content.fileno()).st_size, usedforsecurity=False)
+            return hashlib.file_digest(content, blob.copy if kind else _KINDS[len(digest)]).hexdigest() == digest
+        sums = Path(folder, by).read_bytes()  # 4 bytes for each block, behind 8
+        blocks = iter(lambda: content.read(int.from_bytes(sums[4:8])), b"")
+        return sums[8:] == b"".join(zlib.crc32(block).to_bytes(4) for block in blocks)
 
 
 def unfinished_downloads(notes: Set[str]) -> list[str]:
@@ -174,8 +211,9 @@ def why_left_out(
     if filter_in and not any(text in path for text in filter_in):
         return "filters"
     *folders, name = path.lower().split("/")
-    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
+    if any(map(_TEMPORARY.match, (*folders, name))):
         return "hidden or temporary"
     if name in METADATA_FILE_NAMES or _METADATA_TEXT.fullmatch(name) or CHECKSUM_LIST.fullmatch(name):
         return "metadata"
-    return None if name.endswith(suffixes) else ENDING_NOT_READ
+    way = "; `reader: warc` with --ending reads it" if name.endswith((".warc", ".warc.gz")) else ""
+    return None if name.endswith(suffixes) else ENDING_NOT_READ + way

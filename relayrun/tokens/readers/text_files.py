@@ -40,7 +40,7 @@ def read_tar(
     kind, unless `faults` skips it."""
     for name, content in open_members(raw, path):
         place, why = f"{path}/{name}", why_left_out(uncompressed_name(name), (".txt", *JSON_ENDINGS))
-        if why == ENDING_NOT_READ:
+        if why and why.startswith(ENDING_NOT_READ):
             words = "this member of the archive is of a kind that is not read"
             faults.add(BadLine("not read", words, hint="--on-error skip-line leaves it out"), place)
         elif why is None:

@@ -25,7 +25,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,9 @@ class TaskRecord:
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
-        self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
-        self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
+        if faults.counts:
+            self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
+            self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
 def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]], tokens: int = 0) -> str:
@@ -337,10 +338,10 @@ class ShardFolder:
             "tokenizer": self.tokenizer,
             "source": self._source,
             "parts": self.parts,
-            "shards": {name: asdict(self.tasks[name]) for name in sorted(self.tasks)},
+            "shards": dict(sorted(self.tasks.items())),
         }
-        # ASCII: JSON restores names that are not UTF-8
-        write_atomic(self._file, json.dumps(record, indent=1) + "\n")
+        # ASCII: JSON restores names that are not UTF-8. Without indent: each task writes this again for all files
+        write_atomic(self._file, json.dumps(record, default=vars) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,8 +215,7 @@ def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
     faults = LineFaults(skip=job.options.skips_lines)
     arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     try:
-        for array in arrays:
-            del array
+        deque(arrays, maxlen=0)
     except InputError as error:
         return [error]
     return []
@@ -241,9 +240,8 @@ def _tokenize_file(
         arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
-        where = (
-            _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
-        )
+        is_long = texts.used.size > job.options.batch_bytes
+        where = _cut_unit_of_file(job.definition, job.fingerprint) if is_long else None
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
             encoded = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
@@ -254,7 +252,8 @@ def _tokenize_file(
             shard.add(ids, lengths)
             kept = len(lengths)
         losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-        record.losses = dict(losses + Counter(record.losses))
+        if losses:
+            record.losses = dict(losses + Counter(record.losses))
         record.documents += kept
         record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
         record.rows += len(texts)
@@ -283,14 +282,14 @@ def _encode_ahead(job: TokenizeContext, files: Sequence[InputFile], engine: Engi
     is wrong have None: they are read again, alone."""
     looked: _Ahead = {}
     found: dict[InputFile, pa.Array] = {}
-    options, left, routed = job.options, job.options.batch_bytes, engine.routed
+    options, left, routed, none = job.options, job.options.batch_bytes, engine.routed, large_strings([])
     for file in files:
         if left <= 0 or file[1] > _SMALL_BYTES:
             break
         looked[file] = None
         with contextlib.suppress(RelayrunError, OSError):
             path = join_path(job.dataset, file[0])
-            arrays, room = [large_strings([])], options.batch_bytes
+            arrays, room = [none], options.batch_bytes
             for each in read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output):
                 if (room := room - each.nbytes) < 0:
                     break  # a few compressed bytes can be much text

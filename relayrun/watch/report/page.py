@@ -13,6 +13,7 @@ import numpy as np
 
 import relayrun
 from relayrun.control.rundir.restarts import FailedRestart
+from relayrun.files import text_of
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
@@ -88,6 +89,7 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
             for row in page.data
         ],
         "held_out": ", ".join(f"{name} {each.y[-1]:.4f}" for name, each in page.validation.items() if each.size),
+        "overlaps": (text_of(page.run.overlap) or "").splitlines(),
         "evaluations": _evaluation_rows(page),
         "saves": _saves(page),
         "checkpoints": _checkpoint_rows(page),
