@@ -25,6 +25,7 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.loader import Loader
 from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.streams import samples
 from tests import streaming
 from tests.workspace import Workspace
 
@@ -143,6 +144,19 @@ def test_a_state_goes_on_exactly_on_any_number_of_ranks(tmp_path: Path, source: 
         for _ in range(choose.randint(0, 2)):  # batches that a kill loses
             ranks.batch()
         ranks.close()
+
+
+def test_a_resume_in_a_process_does_not_prove_its_engine_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof was a third of the time to the first batch of a new loader."""
+    found: list[str] = []
+    sample_texts = samples.sample_texts
+    monkeypatch.setattr(samples, "sample_texts", lambda *a, **k: found.append(a[0]) or sample_texts(*a, **k))
+    data = text(Workspace.make(tmp_path))
+    for _ in range(2):
+        ranks = Ranks(data, 1)
+        ranks.batch()
+        ranks.close()
+    assert len(found) == 2  # of web and of code
 
 
 def test_a_changed_mixture_begins_at_the_state_and_other_data_are_refused(tmp_path: Path) -> None:
