@@ -33,16 +33,16 @@ class Prefetcher(Generic[T]):
     for a thread that hangs in the file system. A prefetcher made by that thread is closed with it.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
-        self._items = items
+    def __init__(self, items: Iterator[T], depth: int, *, name: str, starts: bool = True) -> None:
+        """`starts`: False, and `next` reads itself until `start`."""
+        self._items, self._depth, self._name = items, depth, name
         self._closing = READER_CLOSED.get() or threading.Event()
         self._end: _EndOfItems | None = None
         self._queue: SimpleQueue[T | _EndOfItems] = SimpleQueue()
         self._room = threading.Semaphore(depth)
-        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
-        if self._thread is not None:
-            _started_prefetchers.add(self)
-            self._thread.start()
+        self._thread: threading.Thread | None = None
+        if starts:
+            self.start()
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -54,6 +54,13 @@ class Prefetcher(Generic[T]):
                 return item
             self._end = item
         raise self._end.error or StopIteration
+
+    def start(self) -> None:
+        """Start the thread, unless it was."""
+        if self._depth and self._thread is None:
+            self._thread = threading.Thread(target=self._read, daemon=True, name=self._name)
+            _started_prefetchers.add(self)
+            self._thread.start()
 
     def close(self) -> None:
         """Ask the thread to end after its current item."""
