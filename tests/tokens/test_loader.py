@@ -151,7 +151,12 @@ def test_a_resume_in_a_process_does_not_prove_its_engine_again(tmp_path: Path, m
     """The proof was a third of the time to the first batch of a new loader."""
     found: list[str] = []
     sample_texts = samples.sample_texts
-    monkeypatch.setattr(samples, "sample_texts", lambda *a, **k: found.append(a[0]) or sample_texts(*a, **k))
+
+    def noted(column: str, *others: Any, **named: Any) -> Any:
+        found.append(column)
+        return sample_texts(column, *others, **named)
+
+    monkeypatch.setattr(samples, "sample_texts", noted)
     data = text(Workspace.make(tmp_path))
     for _ in range(2):
         ranks = Ranks(data, 1)
