@@ -87,6 +87,7 @@ class RowBlocks:
         self._name, self._seed = name, seed
 
     def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
+        """Return the reader of a group's blocks, whose thread is not started yet."""
         items, name = self.read(group, position), f"{self._name}-{group}"
         return Prefetcher(items, self._stream.nb_prefetch, name=name, starts=False)
 
