@@ -253,6 +253,18 @@ SECTIONS: dict[str, list[Row]] = {
             most=0.15,
             optional=True,
         ),
+        *(
+            Row(f"{what} {name}", f"ratio.{way}.{figure}", ".2f", optional=True, **wanted)
+            for way, name, least in (
+                ("gptdataset", "megatron-core's GPTDataset, the same token shards", {"least": 2.6}),
+                ("mosaicml", "MosaicML's StreamingDataset of the same tokens", {}),
+            )
+            for what, figure, wanted in (
+                ("tokens per CPU second over", "million_tokens_per_cpu_second", least),
+                ("memory over", "peak_gigabytes", {"most": 1}),
+                ("CPU seconds to the first batch over", "first_batch_cpu_seconds", {}),
+            )
+        ),
         Row("gigabytes at most", "relayrun.peak_gigabytes", ".2f"),
         Row("the same, rows shuffled among all", "relayrun_default.peak_gigabytes", ".2f", optional=True),
         Row(

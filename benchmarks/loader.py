@@ -8,8 +8,15 @@ with the same engine for the same tokenizer, and gives batches of 8 rows of 4,09
 StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
 does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
 ConcatThenSplitIterDataset. Rows are shuffled among 1,000, by `relayrun.loader` among 2,048, its least of 8 lanes;
-`relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows. `--python` is an
-interpreter in which grain, torchdata and datasets are installed beside this package; a way that it lacks is left out.
+`relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows.
+
+Three more ways read tokens, the same documents of 3,500 tokens on average, in batches of the same size, each way
+shuffled over all of them: `relayrun_shards`; megatron-core's GPTDataset, over the same .bin and .idx, in a DataLoader
+whose sampler begins at the sample that is next; MosaicML's StreamingDataset in its StreamingDataLoader, over MDS files
+of the tokens cut to rows. Their ratios are to `relayrun_shards`.
+
+`--python` is an interpreter in which grain, torchdata, datasets, megatron-core and mosaicml-streaming are installed
+beside this package; a way that it lacks is left out, and so is one outside of `--ways`.
 CPU seconds are those of the process with its threads and children, from its start, imports included;
 `resume_in_process_cpu_seconds` are those of a new loader in a process that has read with one, from its making to the
 first batch behind the state. Results: benchmarks/results/loader.json.
@@ -28,10 +35,12 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import _results
@@ -39,8 +48,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from relayrun.tokens.shards.shard import ShardWriter
+
 LENGTH, BATCH, WORDS = 4096, 8, 30_000
-NEEDS = {"relayrun": (), "relayrun_default": (), "torchdata": ("torchdata", "datasets"), "grain": ("grain",)}
+NEEDS = {
+    "relayrun": (),
+    "relayrun_default": (),
+    "torchdata": ("torchdata", "datasets"),
+    "grain": ("grain",),
+    "relayrun_shards": (),
+    "gptdataset": ("megatron", "torch"),
+    "mosaicml": ("streaming", "torch"),
+}
+SHARDS, ROWS = ("relayrun_shards", "gptdataset"), "mosaicml"
+"""Ways that read token shards, and the one that reads rows of tokens."""
+END = 50256
+"""The id behind a document: that of GPT-2's tokenizer."""
 
 
 def write_files(folder: Path, files: int, rows: int) -> None:
@@ -55,6 +78,23 @@ def write_files(folder: Path, files: int, rows: int) -> None:
         pq.write_table(
             pa.table({"text": texts}), folder / f"{number:05}.parquet", row_group_size=max(1, len(texts) // 4)
         )
+
+
+def write_tokens(shards: Path, rows: Path | None, documents: int) -> None:
+    """Write documents of 3,500 tokens on average as a shard, and as MDS files of rows if these are wanted."""
+    generator = np.random.default_rng(1)
+    lengths = np.minimum(30_000, 20 + generator.lognormal(7.6, 1.0, documents)).astype(np.int64)
+    ids = generator.integers(0, END, int(lengths.sum()), np.int32)
+    ids[np.cumsum(lengths) - 1] = END
+    shards.mkdir()
+    writer = ShardWriter(shards / "00000_tokens", np.int32)
+    writer.add(ids, lengths)
+    writer.finish()
+    if rows is not None:
+        streaming: Any = importlib.import_module("streaming")
+        with streaming.MDSWriter(out=str(rows), columns={"tokens": f"ndarray:int32:{LENGTH + 1}"}) as made:
+            for begin in range(0, len(ids) - LENGTH, LENGTH):
+                made.write({"tokens": ids[begin : begin + LENGTH + 1]})
 
 
 def encoders(tokenizer: str) -> tuple[Callable[[list[str]], Any], Callable[[str], Any]]:
@@ -128,6 +168,61 @@ def grain(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Calla
     return batches, batches.get_state
 
 
+def relayrun_shards(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    from relayrun.loader import Loader
+
+    data = {"tokenizer": tokenizer, "mixture": {"web": {"path": folder, "weight": 1.0}}}
+    loader = Loader(data, seq_length=LENGTH, batch_size=BATCH)
+    if state is not None:
+        loader.load_state_dict(state)
+    return (batch["input_ids"] for batch in loader), loader.state_dict
+
+
+def gptdataset(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    names = ("gpt_dataset", "indexed_dataset", "utils")
+    gpt, indexed, utils = (importlib.import_module(f"megatron.core.datasets.{name}") for name in names)
+    data: Any = importlib.import_module("torch.utils.data")
+    prefix = f"{folder}/00000_tokens"
+    config = gpt.GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=LENGTH,
+        split="1",
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=END, vocab_size=None, unique_identifiers="none"),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=f"{folder}-indices",
+    )
+    documents, samples, taken = indexed.IndexedDataset(prefix), 1_000_000, [state or 0]
+    numbers = np.arange(len(documents), dtype=np.int32)
+    dataset = gpt.GPTDataset(documents, prefix, numbers, samples, utils.Split.train, config)
+
+    def batches() -> Iterator[Any]:
+        for batch in data.DataLoader(dataset, batch_size=BATCH, sampler=range(taken[0], samples)):
+            taken[0] += BATCH
+            yield batch["tokens"]
+
+    return batches(), lambda: taken[0]
+
+
+def mosaicml(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    streaming: Any = importlib.import_module("streaming")
+    if state is None:
+        streaming.base.util.clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(local=folder, shuffle=True, shuffle_seed=1, batch_size=BATCH)
+    loader = streaming.StreamingDataLoader(dataset, batch_size=BATCH)
+    if state is not None:
+        loader.load_state_dict(state)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            for batch in loader:
+                yield batch["tokens"][:, :-1]
+
+    return batches(), loader.state_dict
+
+
 def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -> dict[str, float]:
     """Read in this process: from the beginning for so many CPU seconds, or the first batch behind a kept state."""
     state = pickle.loads(kept.read_bytes()) if kept.exists() else None
@@ -136,6 +231,9 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
         "relayrun_default": relayrun,
         "torchdata": torchdata,
         "grain": grain,
+        "relayrun_shards": relayrun_shards,
+        "gptdataset": gptdataset,
+        "mosaicml": mosaicml,
     }[way]
     batches, take = make(folder, tokenizer, state)
     next(batches)
@@ -149,6 +247,7 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
         count += sum(np.asarray(batch).size for batch in islice(batches, 4))
     kept.write_bytes(pickle.dumps(take()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    time.sleep(1)  # until the first loader's threads have read ahead
     begin_again = _results.cpu_seconds()
     next(make(folder, tokenizer, pickle.loads(kept.read_bytes()))[0])
     again = _results.cpu_seconds() - begin_again
@@ -168,9 +267,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0, help="CPU seconds of one measurement")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of all ways")
+    parser.add_argument("--ways", nargs="+", choices=[*NEEDS], default=[*NEEDS])
     parser.add_argument("--quick", action="store_true", help="small files, one short round; results are only printed")
     parser.add_argument("--measure", nargs=3, metavar=("WAY", "FOLDER", "STATE"), help=argparse.SUPPRESS)
+    parser.add_argument("--write", nargs=2, metavar=("FOLDER", "ROWS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.write:
+        folder, rows = Path(options.write[0]), options.write[1] == "True"
+        write_tokens(folder / "shards", folder / "rows" if rows else None, options.rows)
+        return
     if options.measure:
         way, folder, kept = options.measure
         print(json.dumps(measure(way, folder, options.tokenizer, options.seconds, Path(kept))))
@@ -180,11 +285,16 @@ def main() -> None:
     look = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n)])"
     wanted = [name for names in NEEDS.values() for name in names]
     there = subprocess.run([options.python, "-c", look, *wanted], stdout=subprocess.PIPE, text=True, check=True).stdout
-    ways = [way for way, names in NEEDS.items() if {*names} <= {*there.split()}]
+    ways = [way for way, names in NEEDS.items() if {*names} <= {*there.split()} and way in options.ways]
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "text")
-        write_files(folder, 8, options.rows)
+        kinds = {way: "shards" if way in SHARDS else "rows" if way == ROWS else "text" for way in ways}
+        folders = {way: Path(temporary, kind) for way, kind in kinds.items()}
+        if "text" in kinds.values():
+            write_files(Path(temporary, "text"), 8, options.rows)
+        if {"shards", "rows"} & {*kinds.values()}:
+            words = [__file__, options.tokenizer, f"--rows={options.rows}", "--write", temporary, str(ROWS in ways)]
+            subprocess.run([options.python, *words], check=True)
         for number in range(options.rounds + 1):  # the first one fills caches
             for way in ways:
                 kept = Path(temporary, f"{way}-{number}")
@@ -195,7 +305,7 @@ def main() -> None:
                         f"--seconds={options.seconds}",
                         "--measure",
                         way,
-                        folder,
+                        folders[way],
                         kept,
                     ]
                     done = subprocess.run([options.python, *words], stdout=subprocess.PIPE, text=True, check=True)
@@ -207,10 +317,11 @@ def main() -> None:
         **{way: {name: _results.spread(values) for name, values in of.items()} for way, of in found.items()},
         "ratio": {
             way: {
-                name: _results.spread([a / b for a, b in zip(found["relayrun"][name], values, strict=True)])
+                name: _results.spread([a / max(b, 0.01) for a, b in zip(found[own][name], values, strict=True)])
                 for name, values in found[way].items()
             }
-            for way in ways[1:]
+            for way in ways
+            if (own := "relayrun_shards" if way in (*SHARDS, ROWS) else "relayrun") != way and own in ways
         },
     }
     print(json.dumps(figures, indent=1) if options.quick else _results.write("loader", figures))

@@ -50,12 +50,18 @@ def steps_of(run: Run) -> dict[int, tuple[float, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("example", "kills", "steps"), [("plain", 2, 200), pytest.param("huggingface", 2, 60, marks=pytest.mark.long)]
+    ("example", "kills", "steps", "package"),
+    [
+        ("plain", 2, 200, "torch"),
+        pytest.param("huggingface", 2, 60, "transformers", marks=pytest.mark.long),
+        pytest.param("lightning_module", 2, 60, "lightning", marks=pytest.mark.long),
+        pytest.param("megatron_core", 2, 60, "megatron.core", marks=pytest.mark.long),
+    ],
 )
 def test_an_example_that_is_killed_trains_on_the_samples_of_a_whole_run(
-    example: str, kills: int, steps: int, tmp_path: Path
+    example: str, kills: int, steps: int, package: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip(package)
     data = shards(Workspace.make(tmp_path), web=3, code=1)
     (tmp_path / "data.yaml").write_text(yaml_file.dump_yaml({"data": data}))
     found = {}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.loader import Loader
 from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
+from relayrun.tokens.streams import samples
 from tests import streaming
 from tests.workspace import Workspace
 
@@ -145,6 +147,24 @@ def test_a_state_goes_on_exactly_on_any_number_of_ranks(tmp_path: Path, source: 
         ranks.close()
 
 
+def test_a_resume_in_a_process_does_not_prove_its_engine_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof was a third of the time to the first batch of a new loader."""
+    found: list[str] = []
+    sample_texts = samples.sample_texts
+
+    def noted(column: str, *others: Any, **named: Any) -> Any:
+        found.append(column)
+        return sample_texts(column, *others, **named)
+
+    monkeypatch.setattr(samples, "sample_texts", noted)
+    data = text(Workspace.make(tmp_path))
+    for _ in range(2):
+        ranks = Ranks(data, 1)
+        ranks.batch()
+        ranks.close()
+    assert len(found) == 2  # of web and of code
+
+
 def test_a_changed_mixture_begins_at_the_state_and_other_data_are_refused(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     first = Ranks(shards(workspace, web=3, code=1), 1)
@@ -238,6 +258,48 @@ def test_the_import_loads_neither_torch_nor_pydantic() -> None:
     program = "import sys, relayrun.loader; print({'torch', 'pydantic', 'pyarrow', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+READS_WITH_THE_EXTRA = """
+import importlib.metadata, json, re, sys
+
+def with_dependencies(wanted):
+    found, left = {"relayrun"}, [*wanted]
+    while left:
+        name = re.match("[A-Za-z0-9_.-]+", left.pop())[0].lower().replace("_", "-")
+        if name not in found:
+            found.add(name)
+            try:
+                left += [each for each in importlib.metadata.requires(name) or [] if "extra ==" not in each]
+            except importlib.metadata.PackageNotFoundError:  # of another Python or system
+                pass
+    return found
+
+allowed, owners = with_dependencies(json.loads(sys.argv[1])), importlib.metadata.packages_distributions()
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        of = {each.lower().replace("_", "-") for each in owners.get(name, [])}
+        if of and not of & allowed:
+            raise ModuleNotFoundError(f"nothing brings {name}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+from relayrun.loader import Loader
+with Loader(json.loads(sys.argv[2]), seq_length=64, batch_size=12) as loader:
+    print(next(loader)["input_ids"].shape, "torch" in allowed)
+"""
+
+
+@pytest.mark.parametrize("source", [shards, text])
+def test_the_extra_brings_what_a_loader_imports(tmp_path: Path, source: Any) -> None:
+    """Packages that neither the base nor, for text, the extra `loader` asks for cannot be imported there."""
+    workspace = Workspace.make(tmp_path)
+    data = shards(workspace, web=3, code=1) if source is shards else text(workspace)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + (project["optional-dependencies"]["loader"] if source is text else [])
+    command = [sys.executable, "-c", READS_WITH_THE_EXTRA, json.dumps(wanted), json.dumps(data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "(12, 64) False\n", done.stderr
 
 
 def test_the_pages_program_runs(tmp_path: Path) -> None:

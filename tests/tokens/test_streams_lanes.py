@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from relayrun.errors import FatalTrainingError
 from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams import text_stream
+from relayrun.tokens.streams.lane_cursor import LaneCursor
 from relayrun.tokens.streams.samples import encode_texts
 from relayrun.tokens.streams.text_stream import TextStream
 from relayrun.tokens.tokenize.encode.libraries import Encoded
@@ -86,6 +88,22 @@ def test_a_lane_is_encoded_in_pieces_whose_samples_are_those_of_the_whole(
         assert [read(lane, known[at][2], 40) for lane, known in zip((0, 3), whole, strict=True)] == [
             known[at + 1 : at + 41] for known in whole
         ]
+
+
+def test_the_next_block_is_read_behind_the_first_samples(tmp_path: Path) -> None:
+    """Before them, it took a fifth of the time to the first batch of a resume."""
+    write(tmp_path, "parquet", [40, 40, 40], group=10)
+    opened = stream(tmp_path, "parquet", lanes=2, name="read-behind").open_lanes({0: LaneCursor(), 1: LaneCursor()})
+
+    def reads() -> bool:
+        return any(thread.name.startswith("read-behind") for thread in threading.enumerate())
+
+    for lane in range(2):
+        opened.take(lane)
+        assert not reads()
+    opened.take(0)
+    assert reads()
+    opened.close()
 
 
 def test_no_lane_of_another_rank_is_encoded(tmp_path: Path) -> None:

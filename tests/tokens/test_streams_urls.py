@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,17 @@ import fsspec
 import pytest
 
 from relayrun.config.sections.data import DataSource
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.errors import InputError
+from relayrun.tokens.order.batches import BatchReader
+from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import RemoteFile, StoreError
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import write
 from tests.tokens.test_remote_files import Server, short_pauses
+from tests.waiting import read_line, wait_for
 
 __all__ = ["short_pauses"]
 
@@ -192,3 +200,83 @@ def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
         with pytest.raises(InputError, match=r"b\.jsonl: this link leads nowhere"):
             find_text_files(DataSource.model_validate({"path": str(path), "weight": 1.0, "source": "jsonl"}), "web")
+
+
+class Lanes:
+    """The lanes of a stream as numbered samples of a `BatchReader`."""
+
+    name = "web"
+
+    def __init__(self, made: TextStream) -> None:
+        self._opened, self._lanes = made.open_lanes(dict(enumerate(made.first_cursors()))), made.lanes
+
+    def row(self, k: int) -> Any:
+        return self._opened.take(k % self._lanes)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@pytest.mark.parametrize("nb_prefetch", [0, 2])
+def test_a_reader_of_a_dead_server_ends_when_it_is_closed(
+    server: Server, tmp_path: Path, nb_prefetch: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tried for five minutes, and `close` waited 10 s for its thread."""
+    monkeypatch.setattr(urls, "RETRY_PAUSES", (60.0,) * 10)
+    write(tmp_path / "web", "parquet", [40])
+    made = stream(f"{server.url}/web", "parquet", nb_prefetch=nb_prefetch)
+    server.close()
+    before, lanes = {*threading.enumerate()}, Lanes(made)
+    reader = BatchReader(
+        lanes,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_size=4,
+        batch_sizes=GlobalBatchSizes(4),
+        consumed_samples=0,
+    )
+    wait_for(lambda: "tried again in 60 s" in caplog.text, 60)
+    began = time.monotonic()
+    reader.close()
+    assert time.monotonic() - began < 1
+    wait_for(lambda: not any(each.name.startswith(("batches", "web")) for each in {*threading.enumerate()} - before), 1)
+
+
+LEAVES_A_DEAD_SERVER = """
+import sys, threading, time
+from relayrun.tokens import streams
+from relayrun.tokens.stores import urls
+
+class Said(list):
+    def warning(self, *words):
+        self.append(words)
+
+urls.log = Said()
+urls.RETRY_PAUSES = (60.0,) * 10
+tables = streams.open(sys.argv[1], nb_prefetch=int(sys.argv[2]), split_to_row_groups=bool(int(sys.argv[3])))
+print("opened", flush=True)
+input()
+threading.Thread(target=list, args=[tables], daemon=True).start()
+while not urls.log:
+    time.sleep(0.02)
+print("waits", flush=True)
+"""
+
+
+@pytest.mark.parametrize("options", ["0 0", "1 0", "1 1"])
+def test_a_program_that_reads_tables_of_a_dead_server_may_end(server: Server, tmp_path: Path, options: str) -> None:
+    """Its exit waited minutes for a thread of a pool."""
+    write(tmp_path / "web", "parquet", [40])
+    command = [sys.executable, "-c", LEAVES_A_DEAD_SERVER, f"{server.url}/web", *options.split()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert read_line(program) == "opened\n"
+        server.close()
+        assert program.stdin is not None
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert read_line(program) == "waits\n"
+        try:
+            program.wait(3)
+        finally:
+            program.kill()
+        assert program.returncode == 0

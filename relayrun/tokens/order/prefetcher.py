@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from relayrun.tokens.stores.urls import READER_CLOSED
+
 T = TypeVar("T")
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.5
 """Seconds between two looks of a waiting thread at `_closing`."""
 _EXIT_SECONDS = 5.0
 """Seconds that the exit of a process waits for its reading threads."""
@@ -28,19 +30,19 @@ class Prefetcher(Generic[T]):
     """Reads up to `depth` items of an iterator ahead in a thread, none before there is room; 0 starts no thread.
 
     `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
-    for a thread that hangs in the file system.
+    for a thread that hangs in the file system. A prefetcher made by that thread is closed with it.
     """
 
-    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
-        self._items = items
-        self._closing = threading.Event()
+    def __init__(self, items: Iterator[T], depth: int, *, name: str, starts: bool = True) -> None:
+        """`starts`: False, and `next` reads itself until `start`."""
+        self._items, self._depth, self._name = items, depth, name
+        self._closing = READER_CLOSED.get() or threading.Event()
         self._end: _EndOfItems | None = None
         self._queue: SimpleQueue[T | _EndOfItems] = SimpleQueue()
         self._room = threading.Semaphore(depth)
-        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
-        if self._thread is not None:
-            _started_prefetchers.add(self)
-            self._thread.start()
+        self._thread: threading.Thread | None = None
+        if starts:
+            self.start()
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -53,10 +55,19 @@ class Prefetcher(Generic[T]):
             self._end = item
         raise self._end.error or StopIteration
 
+    def start(self) -> None:
+        """Start the thread, unless it was."""
+        if self._depth and self._thread is None:
+            self._thread = threading.Thread(target=self._read, daemon=True, name=self._name)
+            _started_prefetchers.add(self)
+            self._thread.start()
+
     def close(self) -> None:
         """Ask the thread to end after its current item."""
         self._closing.set()
-        self._queue = SimpleQueue()  # frees the items
+        self._room.release()
+        waiting, self._queue = self._queue, SimpleQueue()  # frees the items
+        waiting.put(_EndOfItems(None))
 
     def join(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the thread."""
@@ -79,12 +90,12 @@ class Prefetcher(Generic[T]):
             return _EndOfItems(met)
 
     def _read(self) -> None:
+        READER_CLOSED.set(self._closing)
         item: T | _EndOfItems | None = None
         while not isinstance(item, _EndOfItems):
             del item  # not kept until the next one is read
-            while not self._room.acquire(timeout=_POLL_SECONDS):
-                if self._closing.is_set():
-                    return
+            while not self._room.acquire(timeout=_POLL_SECONDS) and not self._closing.is_set():
+                pass
             item = _EndOfItems(None) if self._closing.is_set() else self._read_next()
             self._queue.put(item)
 

@@ -272,8 +272,8 @@ class MixtureSampler:
         Raises FatalTrainingError with each difference if the state belongs to other data or another order, so that
         sample numbers would mean other samples, or if its counts are wrong.
         """
-        consumed, schedule, records, standing = _read_state(state)
-        refuse_other_order(state["settings"], records, self.settings, self.records)
+        consumed, schedule, settings, records, standing = _read_state(state)
+        refuse_other_order(settings, records, self.settings, self.records)
         for name in [name for name in self.streams if name in standing]:
             try:
                 self.streams[name].check_cursors(standing[name].cursors)
@@ -317,8 +317,10 @@ def refuse_other_order(
         )
 
 
-def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
-    """Return consumed samples, schedule, records and lane positions. Raises FatalTrainingError for damage."""
+def _read_state(
+    state: Mapping[str, Any],
+) -> tuple[int, Schedule, dict[str, Any], dict[str, dict[str, Any]], dict[str, LanePositions]]:
+    """Return consumed samples, schedule, settings, records and lane positions. Raises FatalTrainingError for damage."""
     try:
         if state.get("version") != SAMPLER_STATE_VERSION:
             raise ValueError(f"its version is {state.get('version')!r}, this program reads {SAMPLER_STATE_VERSION}")
@@ -329,6 +331,7 @@ def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict
         counts = schedule.counts(consumed)
         if state["counts"] != counts:
             raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
+        settings, streams = {**state["settings"]}, {**state.get("streams", {})}
         records = {name: dict(record) for name, record in state["datasets"].items()}
         if records.keys() != set(schedule.names):
             raise ValueError("its data sets are not those of its phases")
@@ -337,7 +340,7 @@ def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict
         raise FatalTrainingError(
             f"the data state of the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
         ) from None
-    return consumed, schedule, records, read_lane_positions(state.get("streams", {}), consumed, streamed)
+    return consumed, schedule, settings, records, read_lane_positions(streams, consumed, streamed)
 
 
 def short_value(value: object) -> str:

@@ -15,8 +15,9 @@ import io
 import logging
 import os
 import re
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, TypeVar, cast
@@ -49,14 +50,19 @@ _TRANSIENT_4XX = (408, 425, 429)
 
 T = TypeVar("T")
 
+READER_CLOSED: ContextVar[threading.Event | None] = ContextVar("READER_CLOSED", default=None)
+"""Set when the reader is closed that reads in this thread; its pauses end then."""
+
 
 class StoreError(RelayrunError):
     """A store did not answer within the retries. The files are not at fault: `on_error` never skips them for it."""
 
 
-def retry_transient(call: Callable[[], T], url: str) -> T:
+def retry_transient(call: Callable[[], T], url: str, closed: threading.Event | None = None) -> T:
     """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`. Raises
-    permanent errors unchanged, and StoreError when the last try fails."""
+    permanent errors unchanged, and StoreError when the last try fails or the reader is closed (`closed`, by default
+    that of this thread)."""
+    closed = closed or READER_CLOSED.get() or threading.Event()
     for number, pause in enumerate((*RETRY_PAUSES, None), start=1):
         try:
             return call()
@@ -69,7 +75,8 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
                 words = f"the store does not answer: {text} (tried {number} times)"
                 raise StoreError(words, where=url, hint="run again: what is done is kept") from None
             log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(RETRY_PAUSES))
-        time.sleep(pause)
+        if closed.wait(pause):
+            raise StoreError("the reader was closed before the store answered", where=url)
     raise AssertionError("the last pause is None")
 
 
@@ -128,6 +135,7 @@ class RemoteFile(io.RawIOBase):
         self._streams = False
         self._allowed = False
         self._file: Any = None
+        self._reader_closed = READER_CLOSED.get()  # Arrow may read in a thread of its own
         with self._refusals():
             self._file = retry_transient(self._open, url)
         self._size: int | None = getattr(self._file, "size", None)
@@ -155,7 +163,7 @@ class RemoteFile(io.RawIOBase):
         while left > 0:
             try_it = functools.partial(self._read, int(min(left, _READ_BYTES)))
             with self._refusals():
-                piece = retry_transient(try_it, self._url)
+                piece = retry_transient(try_it, self._url, self._reader_closed)
             if not piece:
                 break
             self._at += len(piece)

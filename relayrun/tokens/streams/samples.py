@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from relayrun.tokens.readers.columns import sample_texts
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
-from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.engines import EngineSelection, select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
-from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class StreamEncoder:
         """`tokenizer` is the setting data.tokenizer; the proof reads `column` of `files`."""
         self._name = tokenizer
         self._manifest = manifest
-        self._paths = [file.path for file in files]
+        self._paths = tuple(file.path for file in files)
         self._column = column
 
     def __call__(self, texts: PackedTexts) -> Encoded:
@@ -45,10 +45,15 @@ class StreamEncoder:
 
     @cached_property
     def _engine(self) -> Engine:
-        tokenizer = load_run_tokenizer(self._name, self._manifest)
-        texts = sample_texts(self._column, self._paths, most_bytes=PROOF_BYTES)
-        chosen = select_engine("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
-        return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)
+        definition = load_run_tokenizer(self._name, self._manifest).definition
+        return _proven_engine(definition, self._column, self._paths).build(definition)
+
+
+@lru_cache
+def _proven_engine(definition: str, column: str, paths: tuple[str, ...]) -> EngineSelection:
+    """Return the engine for a tokenizer, proven on these files once in this process."""
+    texts = sample_texts(column, [*paths], most_bytes=PROOF_BYTES)
+    return select_engine("auto", partial(load_definition, definition), texts, log.warning, definition=definition)
 
 
 EncodeFunction = Callable[[PackedTexts], Encoded]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import count, groupby, islice
@@ -249,13 +248,13 @@ def _read_parallel(
     read: Callable[[Fragment], pa.Table], fragments: Iterator[tuple[int, Fragment]], number: int
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield epochs, and tables of their fragments, in order; `number` fragments are read at a time."""
-    with ThreadPoolExecutor(number) as pool:
-        waiting = deque((epoch, pool.submit(read, fragment)) for epoch, fragment in islice(fragments, number))
-        while waiting:
-            epoch, table = waiting.popleft()
-            found = epoch, table.result()
-            waiting.extend((after, pool.submit(read, fragment)) for after, fragment in islice(fragments, 1))
-            yield found
+    started = ((epoch, Prefetcher(map(read, [fragment]), 1, name=_NAME)) for epoch, fragment in fragments)
+    waiting = deque(islice(started, number))
+    while waiting:
+        epoch, table = waiting.popleft()
+        found = epoch, next(table)
+        waiting.extend(islice(started, 1))
+        yield found
 
 
 def _prefetched(tables: Iterator[tuple[int, pa.Table]], depth: int) -> Iterator[tuple[int, pa.Table]]:

@@ -87,7 +87,9 @@ class RowBlocks:
         self._name, self._seed = name, seed
 
     def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
-        return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
+        """Return the reader of a group's blocks, whose thread is not started yet."""
+        items, name = self.read(group, position), f"{self._name}-{group}"
+        return Prefetcher(items, self._stream.nb_prefetch, name=name, starts=False)
 
     def read(self, group: int, position: BlockStart) -> Iterator[RowBlock]:
         """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
@@ -246,6 +248,8 @@ class LaneGroup:
         """Return the reader of all lanes. The texts of their blocks are encoded before those of another are there."""
         if self._ahead is None:
             self._ahead = self._blocks.prefetcher(self._group, min(each.position for each in self._from.values()))
+        else:
+            self._ahead.start()
         for lane, block in self._open.items():
             with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the texts
                 while block.block is not None:
@@ -263,6 +267,11 @@ class LaneGroup:
                 own = self._blocks.read(self._group, waiting[0].position)
                 self._catching_up[lane] = Prefetcher(own, 0, name=f"lane-{lane}")
                 waiting.clear()
+
+    def read_ahead(self) -> None:
+        """Start the reading thread: not before the first samples, which come sooner so."""
+        if self._ahead is not None:
+            self._ahead.start()
 
     def close(self) -> None:
         """Stop the reading thread."""
@@ -395,6 +404,8 @@ class OpenTextLanes:
             else:
                 self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
+        if now.taken == now.cursor.taken + 1:
+            self._groups[lane % self._stream.blocks.groups].read_ahead()
         now.taken += 1
         now.empty_since = None
         return row
