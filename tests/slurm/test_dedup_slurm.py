@@ -66,6 +66,16 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+def cancel_arrays(cluster: TestCluster, moment: float) -> set[str]:
+    """Kill and cancel all arrays after so many seconds; return them."""
+    time.sleep(moment)
+    arrays = {job.id.partition("_")[0] for job in cluster.queue()}
+    if arrays:
+        cluster.run(["scancel", "--signal=KILL", "--full", *arrays], check=False)
+        cluster.run(["scancel", *arrays], check=False)
+    return arrays
+
+
 @pytest.mark.parametrize(("seed", "kills"), [(1, 4), (2, 8), (3, 8)])
 def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Path, seed: int, kills: int) -> None:
     deduplicate(load_tokenization_config(make_config(data, "local", executor="local")), wait=True)
@@ -81,11 +91,7 @@ def test_stages_are_arrays_and_go_on_after_kills(cluster: TestCluster, data: Pat
         cluster.run([*command, config], env=here)
         refused = cluster.run([*command, config], check=False, env=here)
         assert "pending or running as Slurm jobs" in refused.stderr
-        time.sleep(generator.uniform(2, 12))
-        arrays = {job.id.partition("_")[0] for job in cluster.queue()}
-        if arrays:
-            cluster.run(["scancel", "--signal=KILL", "--full", *arrays], check=False)
-            cluster.run(["scancel", *arrays], check=False)
+        if arrays := cancel_arrays(cluster, generator.uniform(2, 12)):
             killed += 1
         cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
         if not arrays:  # it was done before
