@@ -558,6 +558,16 @@ SECTIONS: dict[str, list[Row]] = {
         Row("memory of all processes of it, over datatrove's", "minhash_memory_of_datatroves", ".2f", most=1),
         Row("the same of the largest process", "minhash_largest_process_of_datatroves", ".2f", most=1),
     ],
+    "small_files": [
+        *(
+            Row(f"CPU time of datatrove over ours: 20,000 files of 4 kB, {way}", f"{way}.cpu_speed_up", ".1f", least=10)
+            for way in ("plain, 1 worker", "plain, 2 workers", "gzip, 1 worker", "gzip, 2 workers")
+        ),
+        *(
+            Row(f"the same of parquet of 10 MB, tokenizer of {family}", f"{family}.cpu_speed_up", ".1f")
+            for family in ("Llama 3", "GPT-2", "Llama 2")
+        ),
+    ],
     "start": [
         Row("CPU seconds of `relayrun --help`", "help", ".2f", most=0.1),
         Row("CPU seconds of `relayrun status` of a run with three attempts", "status", ".2f", most=0.3),

@@ -52,7 +52,7 @@ def main() -> None:
     for ending in ("jsonl", "jsonl.gz"):
         data = _small_files(texts, options.files, ending)
         for workers in (1, 2):
-            name = f"{ending}, {workers} worker{'s' * (workers > 1)}"
+            name = f"{'gzip' if ending.endswith('gz') else 'plain'}, {workers} worker{'s' * (workers > 1)}"
             figures[name] = _compare(name, OF_JSON_LINES, data, "Llama 3", workers, options.rounds)
     data = _large_files(texts, options.megabytes)
     for name in FAMILIES:

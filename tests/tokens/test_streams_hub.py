@@ -22,7 +22,7 @@ import pytest
 
 from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from tests.streaming import write
-from tests.tokens.test_download import COMMIT, NAME, DatasetHub
+from tests.tokens.test_hub_download import COMMIT, NAME, DatasetHub
 from tests.tokens.test_streams_urls import samples, stream
 
 ROOT = Path(__file__).resolve().parents[2]
