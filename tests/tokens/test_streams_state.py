@@ -40,5 +40,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, change: Change) -> None:
     reading.close()
     assert made.resume(state) == 8
     change(state)
-    with pytest.raises(FatalTrainingError, match="(lanes of data set 'web' in|data state of) the checkpoint (are|is) damaged"):
+    with pytest.raises(
+        FatalTrainingError, match=r"(lanes of data set 'web' in|data state of) the checkpoint (are|is) damaged"
+    ):
         made.resume(state)

@@ -257,6 +257,18 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
             setting="debug.profile",
             remedy="profile in a run of its own, with checkpoint.interval below what may be lost",
         )
+    stages, impl = line.merged.find("pipeline-model-parallel-size"), line.merged.find("transformer-impl")
+    norm_first = line.merged.find("post-layer-norm") or line.merged.find("multi-latent-attention")
+    norm_first = impl if impl is not None and impl.values == ("local",) else norm_first
+    swiss_stages = line.checkout.dialect is MegatronDialect.SWISS_AI and stages is not None and stages.values != ("1",)
+    if norm_first is not None and swiss_stages:
+        findings.warn(
+            "megatron_lm.weight_decay",
+            f"with {norm_first.text} on several pipeline stages, this checkout swaps the weight decay of norms and "
+            "matrices of the later stages when it loads",
+            where=norm_first.source,
+            remedy="take one pipeline stage, or NVIDIA's core 0.16; docs/reference/megatron-flags.md says why",
+        )
     interval = line.merged.find("log-interval")
     if interval is not None and interval.values != ("1",):
         findings.warn(
