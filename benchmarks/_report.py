@@ -556,7 +556,6 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("CPU time of datatrove's MinHash over ours, same documents", "minhash_over_datatrove", ".2f", least=1),
         Row("memory of all processes of it, over datatrove's", "minhash_memory_of_datatroves", ".2f", most=1),
-        Row("the same of the largest process", "minhash_largest_process_of_datatroves", ".2f", most=1),
     ],
     "small_files": [
         *(

@@ -261,7 +261,6 @@ def report(place: Path, rounds: list[Sides], megabytes: int) -> None:
         "share_of_the_bound": spread([ratio(each, "filters") / bound(each) for each in rounds]),
         "minhash_over_datatrove": spread([ratio(each, "minhash") for each in rounds]),
         "minhash_memory_of_datatroves": spread([memory(each, "total_mb") for each in rounds]),
-        "minhash_largest_process_of_datatroves": spread([memory(each, "largest_mb") for each in rounds]),
         "rounds": rounds,
     }
     write("curation", figures)
