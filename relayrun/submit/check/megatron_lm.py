@@ -267,7 +267,7 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
             f"with {norm_first.text} on several pipeline stages, this checkout swaps the weight decay of norms and "
             "matrices of the later stages when it loads",
             where=norm_first.source,
-            remedy="take one pipeline stage, or NVIDIA's core 0.16; docs/reference/megatron-flags.md says why",
+            remedy="take one pipeline stage, or NVIDIA's core 0.16; `relayrun help megatron-flags` says why",
         )
     interval = line.merged.find("log-interval")
     if interval is not None and interval.values != ("1",):
