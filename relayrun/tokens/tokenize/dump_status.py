@@ -261,14 +261,15 @@ def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
         for file in sorted((work / "records").iterdir()):
             if file.suffix == ".json":
                 counts.setdefault(file.name.rpartition("-")[0], []).append(read_json(file))
-        for stage, number in read_json(work / "settings.json")["stages"].items():
+        stages = read_json(work / "settings.json")["stages"]
+        for stage, number in stages.items():
             records = counts.get(stage, [])
             steps = shard_folder.describe_step_counts(record.get("steps", []) for record in records)
             left = sum(len(record.get("skipped", ())) for record in records)
             words = f"dedup {stage}: {len(records)}/{number} tasks" + (f"; documents: {steps}" if steps else "")
             found.append(words + (f"; left out: {left:,} files" if left else ""))
             size += sum(record.get("bytes", 0) for record in records if stage != "kept")
-        if found[-1].startswith(f"dedup kept: {number}/{number} "):
+        if len(counts.get("kept", ())) == stages["kept"]:
             found.append(f"dedup is done; files between its stages: {size / 1e9:,.3f} GB in {os.path.realpath(work)}")
         with contextlib.suppress(OSError):
             found.append(f"dedup failed: {Path(work, ERROR_FILE).read_text(encoding='utf-8').strip()}")
