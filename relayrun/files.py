@@ -186,9 +186,10 @@ def read_descriptor(fd: int, size: int) -> bytes:
 
 def stat_of(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> os.stat_result | None:
     """Return the status of a file or folder; None if there is none. Raises OSError for other errors."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:  # cheaper than a context: a look at many runs asks for the files of thousands of attempts
         return os.stat(path, follow_symlinks=follow_symlinks)
-    return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def text_of(path: str | os.PathLike[str]) -> str | None:
@@ -200,11 +201,8 @@ def text_of(path: str | os.PathLike[str]) -> str | None:
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
     """Return the identity of the file that has this name now, or None. Raises OSError."""
-    try:  # by itself: a look at many runs asks for the files of thousands of attempts
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    found = stat_of(path)
+    return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 def leads_out(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,23 +14,27 @@ from relayrun.tokens.order.datasets import DatasetSpec, WindowDataset
 from relayrun.tokens.shards.shard import Shard
 
 
+def first_epoch(documents: Any, name: str, *, seq_length: int, seed: int) -> GPTDataset:
+    """GPTDataset over all `documents`, of IndexedDataset's interface."""
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers="none"),
+    )
+    indices = np.arange(len(documents.sequence_lengths), dtype=np.int32)
+    return GPTDataset(documents, name, indices, None, Split.train, config)
+
+
 class MegatronOrder:
     """The first epoch of GPTDataset over all shards as if merged."""
 
     def __init__(self, spec: DatasetSpec) -> None:
-        config = GPTDatasetConfig(
-            random_seed=spec.seed,
-            sequence_length=spec.seq_length,
-            split="1",
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers="none"),
-        )
-        documents = _Documents(spec)
-        indices = np.arange(len(documents.sequence_lengths), dtype=np.int32)
-        self._epoch = GPTDataset(documents, "none", indices, None, Split.train, config)
+        self._epoch = first_epoch(_Documents(spec), "none", seq_length=spec.seq_length, seed=spec.seed)
 
     def __len__(self) -> int:
         return len(self._epoch)

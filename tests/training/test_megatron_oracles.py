@@ -31,31 +31,14 @@ DATASETS = {
 }
 
 
-def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    config = megatron.GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        split="1",
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers="none"),
-    )
-    dataset = IndexedDataset(prefix)
-    documents = np.arange(len(dataset), dtype=np.int32)
-    return megatron.GPTDataset(dataset, prefix, documents, None, Split.train, config)
-
-
 @pytest.mark.parametrize("seq_length", [16, 129])
 @pytest.mark.parametrize("name", DATASETS)
 def test_the_order_that_tests_take_is_gptdatasets_over_the_shards_as_if_merged(
     tmp_path: Path, name: str, seq_length: int
 ) -> None:
-    from tests.training.megatron_order import MegatronOrder
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    from tests.training.megatron_order import MegatronOrder, first_epoch
 
     lengths = DATASETS[name](np.random.default_rng(5)).tolist()
     parts = [write(tmp_path / f"{name}{part}", lengths[part::2], seed=part) for part in range(2)]
@@ -65,7 +48,8 @@ def test_the_order_that_tests_take_is_gptdatasets_over_the_shards_as_if_merged(
     merged.finish()
     manifest = DatasetManifest.build(parts)
     order = MegatronOrder(DatasetSpec(name="d", seed=1234, seq_length=seq_length, manifest=manifest))
-    dataset = theirs(str(tmp_path / "merged"), seq_length, 1234)
+    whole = str(tmp_path / "merged")
+    dataset = first_epoch(IndexedDataset(whole), whole, seq_length=seq_length, seed=1234)
     assert len(order) == len(dataset) == len(WindowDataset(manifest, seq_length)) > 10
     for i in range(len(dataset)):
         item = dataset[i]

@@ -45,7 +45,7 @@ _COPY = re.compile(
     r"(?i)^copy of | \(.*conflicted copy.*|\.sync-conflict-.*"
     r"|([-._ ](old|bak|backup|orig)|( -)? copy( \d+)?| ?\(\d+\))+$"
 )
-"""What people and programs add to the names of copies."""
+"""Words in the name of a file or folder that say it is a copy of another: `data_old`, `a (1)`, `Copy of a`."""
 _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
