@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from relayrun.cli import main
 from relayrun.errors import ConfigError, InputError, RelayrunError
+from relayrun.tokens.stores.urls import StoreError
+from relayrun.tokens.tokenize import step_task
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
 from relayrun.tokens.tokenize.dump_status import read_status, status_table
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
@@ -296,3 +299,14 @@ def test_the_command_of_one_dump_takes_the_steps_of_a_yaml(
     assert main(["dumps", "tokenize", *given, "--n-workers", "1"]) == 0
     assert "39 documents" in capsys.readouterr().out
     assert all(text.startswith("Paragraph") for text in crawl.texts())
+
+
+def test_a_store_that_does_not_answer_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(path: str) -> Any:
+        raise StoreError("the store does not answer", where=path)
+
+    monkeypatch.setattr(step_task, "build_step", lambda *_, **__: SimpleNamespace(read_file=lambda _: iter([])))
+    monkeypatch.setattr(step_task, "open_input", silent)
+    options = SimpleNamespace(reader="warc", batch_bytes=1000)
+    with pytest.raises(StoreError):
+        [*step_task.read_texts(options, "s3://bucket", "a.warc.gz")]  # type: ignore[arg-type]

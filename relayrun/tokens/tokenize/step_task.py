@@ -32,7 +32,7 @@ from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.json_csv import open_decompressed
 from relayrun.tokens.readers.texts import MAX_ROWS, PackedTexts, large_strings
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import join_path, open_input, printable
+from relayrun.tokens.stores.urls import StoreError, join_path, open_input, printable
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
 from relayrun.tokens.tokenize.steps import build_step, name_and_arguments
@@ -99,6 +99,8 @@ def read_texts(
             with open_input(path) as raw, open_decompressed(raw, path) as content:
                 while content.read(1 << 20):
                     pass
+    except StoreError:  # the file is not at fault
+        raise
     except Exception as error:
         words = f"{type(reader).__name__} cannot read this file: {type(error).__name__}: {printable(str(error))}"
         hint = "is it the reader of such files? Fetch the file again, or leave it out with --filter-out"
