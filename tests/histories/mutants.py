@@ -33,8 +33,10 @@ TESTS = {
     "chain/supervisor.py": "chain/test_end_of_attempt "
     "chain/test_real_limits control/test_time_limit chain/test_next_nodes chain/test_law",
     "chain/watch.py": "chain/test_hang_ends chain/test_guard control/test_watch chain/test_real_limits",
-    "scheduler/slurm.py": "control/test_scheduler control/test_slurm_answers control/test_spare_nodes chain/test_law",
-    "scheduler/slurm_commands.py": "control/test_scheduler control/test_slurm_states control/test_sbatch_and_setup",
+    "scheduler/slurm.py": "control/test_scheduler control/test_slurm_orders control/test_slurm_ends "
+    "control/test_slurm_jobs control/test_slurm_answers control/test_spare_nodes chain/test_law",
+    "scheduler/slurm_commands.py": "control/test_slurm_jobs control/test_slurm_orders control/test_slurm_states "
+    "control/test_sbatch_and_setup",
 }
 """Files that get mutants, and the tests of each, the quickest first."""
 HISTORIES = 40

@@ -41,7 +41,7 @@ SHOWN_BY = {
     "drill": "its runs are submitted: the lock of a submit",
     "trial": "its run is submitted: the lock of a submit",
     "site probe": "a job of each, and the site file by a rename",
-    "sentinel": "tests/watch/test_sentinel.py::test_two_do_not_look_at_once_and_one_that_hangs_is_said",
+    "sentinel": "tests/watch/test_sentinel_command.py::test_two_do_not_look_at_once_and_one_that_hangs_is_said",
     "notify test": "it writes nothing",
     "notify send": "tests/chain/test_notices.py::test_two_processes_do_not_send_the_same",
     "check": LOOKS,
