@@ -1,4 +1,4 @@
-"""`relayrun sentinel` itself: its life in the status, looks that hang or fail, damaged memory, folders that are gone."""
+"""`relayrun sentinel` itself: its life in the status, looks that hang or fail, damaged memory, folders gone."""
 
 from __future__ import annotations
 
