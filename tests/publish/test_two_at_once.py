@@ -43,7 +43,7 @@ SHOWN_BY = {
     "site probe": "a job of each, and the site file by a rename",
     "sentinel": "tests/watch/test_sentinel_command.py::test_two_do_not_look_at_once_and_one_that_hangs_is_said",
     "notify test": "it writes nothing",
-    "notify send": "tests/chain/test_notices.py::test_two_processes_do_not_send_the_same",
+    "notify send": "tests/chain/test_notices_kept.py::test_two_processes_do_not_send_the_same",
     "check": LOOKS,
     "config": LOOKS,
     "explain": LOOKS,

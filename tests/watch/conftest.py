@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `relayrun sentinel`."""
+"""Fixtures of the tests of `relayrun sentinel` and of goodput."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.chain import quota
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import slurm
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue as asking
+from tests import accounted
+from tests.accounted import make_project
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.watch.goodput_parts import by_name, install
 from tests.watch.sentinel_world import MakeWorld, World
 
 
@@ -35,3 +39,9 @@ def make_world(
 @pytest.fixture
 def world(make_world: MakeWorld) -> World:
     return make_world()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    install(tmp_path / "bin", monkeypatch, sacct=by_name(accounted.SACCT))
+    return make_project(tmp_path)
