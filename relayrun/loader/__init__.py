@@ -8,7 +8,7 @@
     for batch in loader:                             # of this rank: {"input_ids": int64 [rows, 4096], "labels": ...}
         ...
         state = loader.state_dict()                  # some kB of JSON, the same on every rank
-    loader.load_state_dict(state)                    # before the first batch; the number of ranks may be another
+    loader.load_state_dict(state)                    # the next batch follows it; the number of ranks may be another
 
 Batch k, over all ranks, depends on the data, the seed and k alone: rank r of R has rows k * batch_size + r * rows to
 k * batch_size + (r + 1) * rows - 1, with rows = batch_size / R. A loader is for one thread; threads of its own read
@@ -81,6 +81,9 @@ class Loader(Iterator[dict[str, Any]]):
         self._sizes, self._gather = config.training.batch_sizes, gather
         self._manifest = build_manifest(config)
         self._order = training_order(config, self._manifest)
+        if (lanes := self._order.lanes) is not None and lanes % world_size:
+            wrong = f"the {lanes} lanes of text cannot be divided among {world_size} ranks"
+            raise ConfigError(wrong, hint=f"take a number of ranks that divides data.lanes = {lanes}")
         size, counted = self._manifest.vocabulary_size, counted_token_ids(config.data, self._manifest)
         self._masks = RowMasks(config.data, eod=self._manifest.eod, counted=counted, vocabulary_size=size)
         self._consumed = self._asked = 0
@@ -122,9 +125,12 @@ class Loader(Iterator[dict[str, Any]]):
         back to the last position that was asked for, at most."""
         at = self._consumed if position is None else position
         cursors: list[Any] = []
+        if self._order.lanes is not None and not self._asked <= at <= self._consumed:
+            raise ConfigError(
+                f"position {at} of text is not between {self._asked} and {self._consumed}",
+                hint="a position is the steps taken times batch_size; those behind an earlier one are forgotten",
+            )
         if self._lanes is not None:
-            if not self._asked <= at <= self._consumed:
-                raise ConfigError(f"position {at} of text is not between {self._asked} and {self._consumed}")
             self._asked = at
             own = {
                 name: [[lane, *cursor] for lane, cursor in lanes.items()]

@@ -231,6 +231,11 @@ def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
     assert found("b", "again", "a") == ["b/x/s0", "again/s0", "again/s1"]
     with pytest.raises(InputError, match="leads to no folder and to no shard"):
         found("nothing*")
+    (tmp_path / "part.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match="leads to no folder and to no shard") as error:
+        found("part*.jsonl")
+    assert error.value.hint is not None
+    assert "`source`" in error.value.hint
     (tmp_path / "web1.idx").unlink()
     with pytest.raises(InputError, match=r"web1\.idx: .*missing"):
         found("web*")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.errors import RelayrunError
+from relayrun.errors import ConfigError, RelayrunError
 from relayrun.loader import Loader
 from tests.tokens.test_loader import BATCH, LENGTH, shards, text
 from tests.workspace import Workspace
@@ -184,3 +184,17 @@ def test_torchdatas_loader_keeps_the_state_between_workers(
     other.load_state_dict(state)
     with pytest.raises(Exception, match="process dataloader"):
         next(iter(other))
+
+
+def test_ranks_that_do_not_divide_the_lanes_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lanes of text cannot be divided among 5 ranks"):
+        Loader(text(Workspace.make(tmp_path)), seq_length=LENGTH, batch_size=5, world_size=5)
+
+
+def test_a_position_of_text_that_was_not_reached_is_refused_before_the_first_batch_too(tmp_path: Path) -> None:
+    with opened(text(Workspace.make(tmp_path))) as loader:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="position 40 of text is not between 0 and") as error:
+                loader.state_dict(40)
+            assert "steps taken times batch_size" in str(error.value)
+            rows(loader)

@@ -313,7 +313,7 @@ def refuse_other_order(
         raise FatalTrainingError(
             "the data order differs from the checkpoint's, samples would be lost or repeated: "
             + "; ".join(differences),
-            hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
+            hint="restore these settings and the shards; `relayrun submit` says which changes a run accepts",
         )
 
 

@@ -77,7 +77,8 @@ def _match_path(path: str) -> tuple[list[Path], set[str]]:
     }
     if not below and not shards:
         usual = "give a folder, a shard without its suffix, or a pattern of either"
-        hint = "; ".join(filter(None, [did_you_mean_path(path), usual]))
+        other = "for files of text give their `source` too" if files else did_you_mean_path(path)
+        hint = "; ".join(filter(None, [other, usual]))
         raise InputError("leads to no folder and to no shard", where=path, hint=hint)
     return below, shards
 
