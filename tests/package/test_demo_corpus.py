@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pydoc_data.topics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_json
-from relayrun.lab.corpus import Corpus, build_corpus, docstrings, is_learnable, pydoc_topics
+from relayrun.lab.corpus import Corpus, build_corpus, is_learnable
 from relayrun.tokens.tokenize.encode import tokenizer_files as module
 from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer
@@ -117,17 +116,6 @@ def test_an_output_that_is_no_corpus_is_refused(tmp_path: Path) -> None:
 )
 def test_learnable(text: str, expected: bool) -> None:
     assert is_learnable(text) is expected
-
-
-def test_docstrings_come_in_order_under_their_names() -> None:
-    source = '"""Module."""\nif True:\n    class A:\n        """A."""\n        def f(self):\n            """F."""\n'
-    source += 'async def g():\n    r"""G \\d."""\ndef bare(): ...\n'
-    assert docstrings(source, "m") == "m\n\nModule.\n\n\nm.A\n\nA.\n\n\nm.A.f\n\nF.\n\n\nm.g\n\nG \\d.\n"
-
-
-def test_the_topics_of_pydoc_are_read_without_running_them() -> None:
-    assert dict(pydoc_topics(Path(pydoc_data.topics.__file__).read_text())) == pydoc_data.topics.topics
-    assert pydoc_topics("import os\n") == []
 
 
 def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: Corpus, tmp_path: Path) -> None:
