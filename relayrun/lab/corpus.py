@@ -48,8 +48,6 @@ class TextSet:
     """A folder of parquet files, and during reading its documents, as (path, text)."""
 
     folder: Path
-    wanted: int = 0
-    """Bytes of text after which the set is full."""
     bytes: int = 0
     """Bytes of all texts, as UTF-8."""
     texts: list[tuple[str, str]] = field(default_factory=list, repr=False)
@@ -58,36 +56,26 @@ class TextSet:
     def documents(self) -> int:
         return len(self.texts)
 
-    @property
-    def full(self) -> bool:
-        return self.bytes >= self.wanted
 
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The three folders of `build_corpus`."""
-
-    docs: TextSet
-    code: TextSet
-    heldout: TextSet
-
-
-def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpus:
-    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`. The
-    folder appears atomically and replaces an earlier corpus. A small installation gives fewer bytes. Raises ConfigError
-    for a size that is not positive, InputError if `output` holds other files or there is no text."""
+def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> dict[str, TextSet]:
+    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2 while there is prose) and `heldout`
+    below `output`; return these sets by name. The folder appears atomically and replaces an earlier corpus. A small
+    installation gives fewer bytes. Raises ConfigError for a size that is not positive, InputError if `output` holds
+    other files or there is no text."""
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
     _check_output(output, output)
     wanted = int(megabytes * 1e6)
-    docs = int(wanted * DOCS_SHARE)
-    sizes = dict(zip(CORPUS_SETS, (docs, wanted - docs, 0), strict=True))
-    sets = {name: TextSet(folder=output / name, wanted=size) for name, size in sizes.items()}
+    sets = {name: TextSet(folder=output / name) for name in CORPUS_SETS}
     seen: set[bytes] = set()
-    for kind, path, text in _documents(_ordered(_library_files(), seed), sets):
+    for kind, path, text in _documents(_ordered(_library_files(), seed)):
+        if sets["docs"].bytes + sets["code"].bytes >= wanted:
+            break
+        if kind == "docs" and sets["docs"].bytes >= wanted * DOCS_SHARE:
+            continue
         data = text.encode()
         digest = hashlib.sha256(data).digest()
-        if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
+        if digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
             continue
         seen.add(digest)
         target = sets["heldout" if is_heldout(digest, HELDOUT_SHARE) else kind]
@@ -104,7 +92,7 @@ def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpu
             _write_documents(building / name, made.texts, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": made.documents, "bytes": made.bytes} for name, made in sets.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
-    return Corpus(**sets)
+    return sets
 
 
 def is_heldout(digest: bytes, share: float) -> bool:
@@ -146,10 +134,8 @@ def _keyed(path: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/".encode() + os.fsencode(path)).digest()
 
 
-def _documents(files: Sequence[tuple[str, str]], sets: dict[str, TextSet]) -> Iterator[tuple[str, str, str]]:
+def _documents(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
     for relative, path in files:
-        if sets["code"].full:  # it comes behind all prose
-            return
         text = _read_text(path)
         if text is None or not relative.isprintable():
             continue

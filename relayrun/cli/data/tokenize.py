@@ -31,8 +31,7 @@ def run_example(options: argparse.Namespace) -> int:
     check_outputs({"--output-folder": options.output_folder})
     from relayrun.lab.corpus import build_corpus  # pyarrow
 
-    made = build_corpus(options.output_folder, megabytes=options.megabytes)
-    for each in (made.docs, made.code, made.heldout):
+    for each in build_corpus(options.output_folder, megabytes=options.megabytes).values():
         print(f"{each.folder}: {each.documents:,} documents, {each.bytes / 1e6:.1f} MB")
     return 0
 
