@@ -266,8 +266,6 @@ class InputFiles:
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], arguments: Mapping[str, Any] | None = None) -> None:
         self._arguments = arguments or {}
-        self.notes: dict[str, Any] = {}
-        """Values that the record holds beside."""
         self._seen: dict[str, files.FileIdentity | None] = {}
         self.add(paths)
 
@@ -288,7 +286,7 @@ class InputFiles:
 
     def write_record(self, folder: Path) -> None:
         """Put on record what the files of a folder were made from. Raises OSError."""
-        record = {"recipe": self._recipe(), "files": files.file_sizes(folder), "notes": self.notes}
+        record = {"recipe": self._recipe(), "files": files.file_sizes(folder)}
         files.write_atomic(folder / MADE_RECORD, json.dumps(record))
 
     def _recipe(self) -> dict[str, Any]:

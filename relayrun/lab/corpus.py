@@ -2,9 +2,8 @@
 
 Three folders of parquet files (snappy, columns `text` and `path`, the path relative to the library):
 
-- `docs`: prose. README and licence files, descriptions of packages, the topics of `pydoc`, and the docstrings of
-  modules of which docstrings are a fifth or more.
-- `code`: the other modules, unchanged.
+- `docs`: prose. README and licence files, descriptions of packages, and the topics of `pydoc`.
+- `code`: modules.
 - `heldout`: about 2 in 100 documents of both, chosen by a hash of their content.
 
 A text that occurs several times (e.g. licences) is taken once, so no held-out document is trained on. Tables of numbers
@@ -14,12 +13,11 @@ keyed hash.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
+import pydoc_data.topics
 import re
 import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +39,6 @@ TOPICS = "python/pydoc_data/topics.py"
 SKIPPED = ("__pycache__", "site-packages", "dist-packages")
 OWN = (".", "relayrun")
 LISTS = ("top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt")
-Described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-TRIPLE = re.compile(r'"""(.*?)"""', re.DOTALL)
 UNBROKEN = re.compile(r"\S{400}")
 LETTERS = re.compile(r"[^\W\d_]+")
 
@@ -52,8 +48,6 @@ class TextSet:
     """A folder of parquet files, and during reading its documents, as (path, text)."""
 
     folder: Path
-    wanted: int = 0
-    """Bytes of text after which the set is full."""
     bytes: int = 0
     """Bytes of all texts, as UTF-8."""
     texts: list[tuple[str, str]] = field(default_factory=list, repr=False)
@@ -62,36 +56,26 @@ class TextSet:
     def documents(self) -> int:
         return len(self.texts)
 
-    @property
-    def full(self) -> bool:
-        return self.bytes >= self.wanted
 
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The three folders of `build_corpus`."""
-
-    docs: TextSet
-    code: TextSet
-    heldout: TextSet
-
-
-def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpus:
-    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`. The
-    folder appears atomically and replaces an earlier corpus. A small installation gives fewer bytes. Raises ConfigError
-    for a size that is not positive, InputError if `output` holds other files or there is no text."""
+def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> dict[str, TextSet]:
+    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2 while there is prose) and `heldout`
+    below `output`; return these sets by name. The folder appears atomically and replaces an earlier corpus. A small
+    installation gives fewer bytes. Raises ConfigError for a size that is not positive, InputError if `output` holds
+    other files or there is no text."""
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
     _check_output(output, output)
     wanted = int(megabytes * 1e6)
-    docs = int(wanted * DOCS_SHARE)
-    sizes = dict(zip(CORPUS_SETS, (docs, wanted - docs, 0), strict=True))
-    sets = {name: TextSet(folder=output / name, wanted=size) for name, size in sizes.items()}
+    sets = {name: TextSet(folder=output / name) for name in CORPUS_SETS}
     seen: set[bytes] = set()
-    for kind, path, text in _documents(_ordered(_library_files(), seed), sets):
+    for kind, path, text in _documents(_ordered(_library_files(), seed)):
+        if sets["docs"].bytes + sets["code"].bytes >= wanted:
+            break
+        if kind == "docs" and sets["docs"].bytes >= wanted * DOCS_SHARE:
+            continue
         data = text.encode()
         digest = hashlib.sha256(data).digest()
-        if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
+        if digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
             continue
         seen.add(digest)
         target = sets["heldout" if is_heldout(digest, HELDOUT_SHARE) else kind]
@@ -108,7 +92,7 @@ def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpu
             _write_documents(building / name, made.texts, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": made.documents, "bytes": made.bytes} for name, made in sets.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
-    return Corpus(**sets)
+    return sets
 
 
 def is_heldout(digest: bytes, share: float) -> bool:
@@ -123,37 +107,6 @@ def is_learnable(text: str) -> bool:
     visible = len("".join(text.split()))
     digits = sum(map(text.count, "0123456789"))
     return digits < 0.25 * visible and sum(map(len, LETTERS.findall(text))) > 0.5 * visible
-
-
-def docstrings(source: str, module: str) -> str:
-    """Return the docstrings of a module, each below its object's name. Raises SyntaxError, ValueError."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other packages
-        tree = ast.parse(source)
-    pieces = []
-    waiting: list[tuple[str, ast.AST]] = [(module, tree)]
-    while waiting:
-        name, node = waiting.pop()
-        text = ast.get_docstring(node) if isinstance(node, Described) else None
-        if text:
-            pieces.append(f"{name}\n\n{text}\n")
-        below: list[tuple[str, ast.AST]] = []
-        for child in getattr(node, "body", []):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                below.append((f"{name}.{child.name}", child))
-            elif isinstance(child, ast.If | ast.Try | ast.With):
-                below.append((name, child))
-        waiting.extend(reversed(below))
-    return "\n\n".join(pieces)
-
-
-def pydoc_topics(source: str) -> list[tuple[str, str]]:
-    """Return the help texts of `pydoc`, from a module with one dictionary of strings."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            texts = ast.literal_eval(node.value)
-            return [(name, text) for name, text in texts.items() if isinstance(text, str)]
-    return []
 
 
 def _library_files() -> Iterator[tuple[str, str]]:
@@ -181,24 +134,15 @@ def _keyed(path: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/".encode() + os.fsencode(path)).digest()
 
 
-def _documents(files: Sequence[tuple[str, str]], sets: dict[str, TextSet]) -> Iterator[tuple[str, str, str]]:
+def _documents(files: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
     for relative, path in files:
-        if sets["docs"].full and sets["code"].full:
-            return
         text = _read_text(path)
         if text is None or not relative.isprintable():
             continue
         if relative == TOPICS:
-            yield from (("docs", f"{relative}#{name}", topic) for name, topic in pydoc_topics(text))
+            yield from (("docs", f"{relative}#{name}", topic) for name, topic in pydoc_data.topics.topics.items())
         elif relative.endswith(SOURCE):
-            if sum(map(len, TRIPLE.findall(text))) < 0.2 * len(text):
-                yield "code", relative, text
-            elif not sets["docs"].full:
-                module = os.path.splitext(relative)[0].partition("/")[2].replace("/", ".").removesuffix(".__init__")
-                try:
-                    yield "docs", relative, docstrings(text, module)
-                except (SyntaxError, ValueError, RecursionError):  # tests of the parser, templates
-                    continue
+            yield "code", relative, text
         elif os.path.basename(path) == "METADATA":  # headers, a blank line, the description
             yield "docs", relative, text.partition("\n\n")[2]
         else:

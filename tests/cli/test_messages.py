@@ -43,6 +43,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         code = 200 if self.path.endswith("/org/there") else 503 if self.path.endswith("/org/busy") else 404
         self.send_response(code)
         self.end_headers()
+        self.wfile.write(b'{"id": "org/there"}' if code == 200 else b"")
 
     def log_message(self, *arguments: object) -> None:
         pass

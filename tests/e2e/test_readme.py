@@ -219,5 +219,5 @@ def test_the_tutorial(tmp_path: Path) -> None:
     assert sorted(steps(run)) == list(range(1, 281))
     assert "logits of megatron-core and transformers on" in out
     assert "def main(" in out
-    for picture in (project / "data/docs/lengths.png", project / "first.png"):
+    for picture in (project / "data/lengths.png", project / "first.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")

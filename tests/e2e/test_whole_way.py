@@ -38,13 +38,13 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
     home = tmp_path / '-it\'s a "home" $HOME `id` ünï'
     home.mkdir()
     corpus = build_corpus(home / "text", megabytes=24)
-    assert corpus.docs.bytes + corpus.code.bytes > 20_000_000
-    tokenizer_folder = train_tokenizer([corpus.docs.folder, corpus.code.folder], home / "tokenizer dir")
+    assert corpus["docs"].bytes + corpus["code"].bytes > 20_000_000
+    tokenizer_folder = train_tokenizer([corpus["docs"].folder, corpus["code"].folder], home / "tokenizer dir")
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id("<|end_of_text|>")
 
-    for name, folder in (("docs", corpus.docs.folder), ("code", corpus.code.folder)):
+    for name, folder in (("docs", corpus["docs"].folder), ("code", corpus["code"].folder)):
         parts = sorted(folder.glob("*.parquet"))
         for part, odd in zip(parts, NAMES * 2, strict=False):
             part.rename(folder / odd)
@@ -98,7 +98,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
                         start, length = int(starts[at + offset]), int(lengths[at + offset])
                         assert ids[start : start + length].tolist() == [*encoding.ids, end]
                 documents += len(texts)
-        assert documents == (corpus.docs if name == "docs" else corpus.code).documents
+        assert documents == corpus[name].documents
 
     mixture = home / "a mixture"
     program(

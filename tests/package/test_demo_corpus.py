@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pydoc_data.topics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_json
-from relayrun.lab.corpus import Corpus, build_corpus, docstrings, is_learnable, pydoc_topics
+from relayrun.lab.corpus import TextSet, build_corpus, is_learnable
 from relayrun.tokens.tokenize.encode import tokenizer_files as module
 from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextSet]:
     return build_corpus(tmp_path_factory.mktemp("demo") / "corpus", megabytes=3)
 
 
@@ -41,20 +40,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_the_sets_have_the_wanted_sizes_and_say_so(corpus: Corpus) -> None:
-    for made, least in ((corpus.docs, 1_800_000), (corpus.code, 1_200_000), (corpus.heldout, 200)):
+def test_the_sets_have_the_wanted_sizes_and_say_so(corpus: dict[str, TextSet]) -> None:
+    for made, least in ((corpus["docs"], 1_800_000), (corpus["code"], 1_200_000), (corpus["heldout"], 200)):
         texts = [text for _, text in rows(made.folder)]
         assert made.documents == len(texts)
         assert made.bytes == sum(len(text.encode()) for text in texts)
         assert made.bytes >= least
-    assert corpus.docs.bytes + corpus.code.bytes >= 3_000_000
-    assert sorted(os.listdir(corpus.docs.folder)) == [f"part-00{i}.parquet" for i in range(4)]
-    record = json.loads((corpus.docs.folder.parent / "corpus.json").read_text())
-    assert record["sets"]["code"] == {"documents": corpus.code.documents, "bytes": corpus.code.bytes}
+    assert corpus["docs"].bytes + corpus["code"].bytes >= 3_000_000
+    assert sorted(os.listdir(corpus["docs"].folder)) == [f"part-00{i}.parquet" for i in range(4)]
+    record = json.loads((corpus["docs"].folder.parent / "corpus.json").read_text())
+    assert record["sets"]["code"] == {"documents": corpus["code"].documents, "bytes": corpus["code"].bytes}
 
 
-def test_files_are_snappy_of_about_equal_size_and_hold_text_and_path(corpus: Corpus) -> None:
-    for made in (corpus.docs, corpus.code, corpus.heldout):
+def test_files_are_snappy_of_about_equal_size_and_hold_text_and_path(corpus: dict[str, TextSet]) -> None:
+    for made in corpus.values():
         for file in made.folder.iterdir():
             metadata = pq.ParquetFile(file).metadata
             assert metadata.schema.names == ["text", "path"]
@@ -62,30 +61,30 @@ def test_files_are_snappy_of_about_equal_size_and_hold_text_and_path(corpus: Cor
             assert metadata.num_rows > 0
 
 
-def test_no_document_stands_twice_or_in_two_sets(corpus: Corpus) -> None:
-    texts = [text for made in (corpus.docs, corpus.code, corpus.heldout) for _, text in rows(made.folder)]
+def test_no_document_stands_twice_or_in_two_sets(corpus: dict[str, TextSet]) -> None:
+    texts = [text for made in corpus.values() for _, text in rows(made.folder)]
     assert len({hashlib.sha256(text.encode()).digest() for text in texts}) == len(texts)
 
 
-def test_the_text_is_learnable_and_paths_are_relative(corpus: Corpus) -> None:
+def test_the_text_is_learnable_and_paths_are_relative(corpus: dict[str, TextSet]) -> None:
     home = str(Path(sys.prefix))
-    for made in (corpus.docs, corpus.code, corpus.heldout):
+    for made in corpus.values():
         for path, text in rows(made.folder):
             assert is_learnable(text)
             assert 200 <= len(text.encode()) <= 2_000_000
             assert path.startswith(("python/", "packages/", "packages-platform/"))
             assert home not in path
             assert "relayrun" not in path
-    assert all(path.endswith((".py", ".pyi")) for path, _ in rows(corpus.code.folder))
+    assert all(path.endswith((".py", ".pyi")) for path, _ in rows(corpus["code"].folder))
 
 
 def test_the_same_installation_gives_the_same_bytes_and_a_former_corpus_is_replaced(
-    corpus: Corpus, tmp_path: Path
+    corpus: dict[str, TextSet], tmp_path: Path
 ) -> None:
     build_corpus(tmp_path / "c", megabytes=3, seed=5)
     other = contents(tmp_path / "c")
     build_corpus(tmp_path / "c", megabytes=3)
-    assert contents(tmp_path / "c") == contents(corpus.docs.folder.parent)
+    assert contents(tmp_path / "c") == contents(corpus["docs"].folder.parent)
     assert contents(tmp_path / "c") != other
     assert os.listdir(tmp_path) == ["c"]
 
@@ -119,21 +118,12 @@ def test_learnable(text: str, expected: bool) -> None:
     assert is_learnable(text) is expected
 
 
-def test_docstrings_come_in_order_under_their_names() -> None:
-    source = '"""Module."""\nif True:\n    class A:\n        """A."""\n        def f(self):\n            """F."""\n'
-    source += 'async def g():\n    r"""G \\d."""\ndef bare(): ...\n'
-    assert docstrings(source, "m") == "m\n\nModule.\n\n\nm.A\n\nA.\n\n\nm.A.f\n\nF.\n\n\nm.g\n\nG \\d.\n"
-
-
-def test_the_topics_of_pydoc_are_read_without_running_them() -> None:
-    assert dict(pydoc_topics(Path(pydoc_data.topics.__file__).read_text())) == pydoc_data.topics.topics
-    assert pydoc_topics("import os\n") == []
-
-
-def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(
+    corpus: dict[str, TextSet], tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
-    output = train_tokenizer([corpus.docs.folder, corpus.code.folder], tmp_path / "t", vocabulary_size=1024)
+    output = train_tokenizer([corpus["docs"].folder, corpus["code"].folder], tmp_path / "t", vocabulary_size=1024)
     assert output == tmp_path / "t"
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert len(tokenizer) == 1024
@@ -142,13 +132,15 @@ def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: C
     for text in [
         "def f(x):\n\treturn x  # größe 数据 🎉",
         " leading, trailing ",
-        *(t for _, t in rows(corpus.heldout.folder)),
+        *(t for _, t in rows(corpus["heldout"].folder)),
     ]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer(EOS_TOKEN)["input_ids"] == [1]
 
 
-def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(
+    corpus: dict[str, TextSet], tmp_path: Path
+) -> None:
     code = (
         "import sys; from pathlib import Path; from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer\n"
         "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))"
@@ -156,7 +148,7 @@ def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Co
     for number in ("1", "2"):
         environment = os.environ | {"RAYON_NUM_THREADS": number, "PYTHONHASHSEED": number}
         subprocess.run(
-            [sys.executable, "-c", code, corpus.docs.folder, tmp_path / number],
+            [sys.executable, "-c", code, corpus["docs"].folder, tmp_path / number],
             env=environment,
             check=True,
             timeout=600,
@@ -165,12 +157,12 @@ def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Co
 
 
 def test_of_two_tokenizers_in_one_folder_one_is_whole_and_the_other_is_refused(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: dict[str, TextSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile(*given: Any) -> None:
         monkeypatch.undo()
         for make in (
-            lambda: train_tokenizer([corpus.code.folder], tmp_path / "t"),
+            lambda: train_tokenizer([corpus["code"].folder], tmp_path / "t"),
             lambda: write_byte_tokenizer(tmp_path / "t"),
         ):
             with pytest.raises(InputError, match="another process makes this: "):
@@ -178,8 +170,8 @@ def test_of_two_tokenizers_in_one_folder_one_is_whole_and_the_other_is_refused(
         write_json(*given)
 
     monkeypatch.setattr(module, "write_json", meanwhile)
-    train_tokenizer([corpus.docs.folder], tmp_path / "t", vocabulary_size=300)
-    train_tokenizer([corpus.docs.folder], tmp_path / "alone", vocabulary_size=300)
+    train_tokenizer([corpus["docs"].folder], tmp_path / "t", vocabulary_size=300)
+    train_tokenizer([corpus["docs"].folder], tmp_path / "alone", vocabulary_size=300)
     assert contents(tmp_path / "t") == contents(tmp_path / "alone")
     assert sorted(os.listdir(tmp_path)) == ["alone", "t"]
 

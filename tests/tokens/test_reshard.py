@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from relayrun.tokens.shuffle import buckets
 from relayrun.tokens.shuffle import reshard as module
 from relayrun.tokens.shuffle.buckets import row_keys
 from relayrun.tokens.shuffle.reshard import ReshardOptions
-from relayrun.tokens.shuffle.text_lengths import LengthProfile, length_points
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000
@@ -72,7 +70,6 @@ def test_every_row_comes_once_in_another_order_and_with_its_columns(data: Path, 
     assert sum(a == b for a, b in zip(shuffled, in_order, strict=True)) < 10
     places = np.array([int(text[0]) for text, _ in shuffled])
     assert abs(places[:1500].mean() - places[1500:].mean()) < 0.15  # files are mixed over the whole
-    assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
 def in_order(data: Path, seed: int, mask: np.uint64) -> list[tuple[str, int]]:
@@ -100,7 +97,6 @@ def test_the_bytes_depend_on_the_seed_alone_and_the_order_is_that_of_the_keys(
     options = {"row_group_size": row_group_size, "file_size": file_size, "seed": 1}
     mask = np.uint64(0xF000000000000000 if few_keys else 0xFFFFFFFFFFFFFFFF)  # few: many rows share a key
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "draw_lengths", lambda *args: None)  # takes longer than all the rest
         patch.setattr(buckets, "row_keys", lambda *args: row_keys(*args) & mask)
         one, two = Path(folder, "one"), Path(folder, "two")
         reshard(data, one, **options, memory_limit=1 << 40)
@@ -176,7 +172,7 @@ def test_jsonl_is_read_beside_parquet_and_a_nested_column_has_its_dots_in_the_na
 
 
 @pytest.mark.slow
-def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: Path, small_memory: None) -> None:
+def test_columns_of_all_types_come_through(tmp_path: Path, small_memory: None) -> None:
     data, count = tmp_path / "data", 400
     data.mkdir()
     table = pa.table(
@@ -199,7 +195,6 @@ def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: 
         reshard(data, tmp_path / name, column="doc.text", memory_limit=memory, row_group_size=50)
     written = pq.read_table(tmp_path / "one/data_0.parquet")
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
-    assert (tmp_path / "one/lengths.png").read_bytes() == (tmp_path / "two/lengths.png").read_bytes()
     assert [(field.name, field.type) for field in written.schema if field.name in ("doc", "large", "json")] == [
         (field.name, field.type) for field in table.schema if field.name in ("doc", "large", "json")
     ]
@@ -395,50 +390,3 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
         assert checked.returncode == code, checked.stderr
         assert code == ("no column 'nope'" in checked.stderr)
     assert not (tmp_path / "checked").exists()
-
-
-@pytest.mark.parametrize("count", [1, 7, 300, 1000, 5001])
-@pytest.mark.parametrize("at_a_time", [1, 37, 5001])
-def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at_a_time: int) -> None:
-    """A small dataset in one row group was a single dot."""
-    sizes = np.random.default_rng(0).integers(0, 90, count)
-    texts = pa.chunked_array([["x" * size for size in sizes.tolist()]])
-    lengths, whole = LengthProfile(), LengthProfile()
-    whole.add(texts)
-    for start in range(0, count, at_a_time):
-        lengths.add(texts.slice(start, at_a_time))
-    found = lengths.array()
-    assert found.tolist() == whole.array().tolist()
-    assert len(found) >= min(count, 256)
-    assert found.sum(axis=0).tolist() == [count, sizes.sum()]
-    where, means, mean = (np.asarray(part) for part in length_points(found))
-    assert len(where) == len(means) == min(count, 200)
-    assert mean == pytest.approx(sizes.mean())
-    if count <= 200:
-        assert means.tolist() == pytest.approx(sizes.tolist())
-    else:
-        ends = np.linspace(0, count, 201)
-        shares = [sizes[int(a) : int(b)].mean() for a, b in itertools.pairwise(ends)]
-        assert np.corrcoef(means, shares)[0, 1] > 0.8
-
-
-@pytest.mark.parametrize("files", [1, 3, 40_000])
-def test_stretches_are_those_of_each_file_and_few_where_there_are_many(files: int) -> None:
-    """So it does not matter who reads which files."""
-    texts = [pa.chunked_array([["x" * row for row in range(count)]]) for count in (5, 700, 90)]
-    together, apart = LengthProfile(files), []
-    for of_file in texts:
-        alone = LengthProfile(files)
-        for lengths in (together, alone):
-            lengths.add(of_file)
-            lengths.end_file()
-        apart += alone.array().tolist()
-    assert together.array().tolist() == apart
-    assert len(apart) <= 3 * 2 * 65_536 // files
-    assert [sum(column) for column in zip(*apart, strict=True)] == [795, sum(sum(range(n)) for n in (5, 700, 90))]
-
-
-def test_a_missing_text_has_no_length() -> None:
-    lengths = LengthProfile()
-    lengths.add(pa.chunked_array([pa.nulls(2, pa.string()), ["abc"]]))
-    assert lengths.array().tolist() == [[1, 0], [1, 0], [1, 3]]

@@ -19,7 +19,7 @@ from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import InputError
 from relayrun.tokens.shuffle import reshard as module
 from relayrun.tokens.shuffle.reshard import ReshardOptions
-from relayrun.tokens.shuffle.text_lengths import RowSplit
+from relayrun.tokens.shuffle.row_split import RowSplit
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.tokens.test_reshard import digests
@@ -86,9 +86,8 @@ def test_a_cut_is_that_of_a_slow_reference(texts: list[str | None], size: int, o
 
 
 def test_split_rows_are_the_pieces_of_all_texts_whatever_the_memory_and_the_threads(
-    data: Path, tmp_path: Path, small_memory: None, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, small_memory: None
 ) -> None:
-    monkeypatch.setattr(module, "draw_lengths", lambda *args: None)
     options = ReshardOptions(
         dataset_folder=str(data),
         output=tmp_path / "one",

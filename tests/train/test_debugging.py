@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,69 +75,35 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
         assert secret not in text
 
 
-class NVMLError(Exception):
-    """As the package's own."""
+def make_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str, *, code: int = 0) -> None:
+    """A stand-in for nvidia-smi, which has this answer to the fields that are asked for."""
+    program = folder / "nvidia-smi"
+    asked = "--query-gpu=" + ",".join(environment.GPU_FIELDS.values()) + " --format=csv,noheader,nounits"
+    program.write_text(f'#!/bin/bash\n[[ "$*" == "{asked}" ]] && printf \'{answer}\'\nexit {code}\n', encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def nvml(*, driver: bool = True, names: tuple[str, ...] = ("GH200", "GH200")) -> ModuleType:
-    """A stand-in for the package nvidia-ml-py: the first GPU answers everything, the others their names alone."""
-    module = ModuleType("pynvml")
-
-    def init() -> None:
-        if not driver:
-            raise NVMLError("Driver Not Loaded")
-
-    def answer(value: object) -> Callable[..., object]:
-        def ask(handle: int, *_: object) -> object:
-            if handle:
-                raise NVMLError("Not Supported")
-            return value
-
-        return ask
-
-    answers = {
-        "GetMemoryInfo": SimpleNamespace(used=1 << 30, total=97_871 << 20),
-        "GetClockInfo": 345,
-        "GetMaxClockInfo": 1980,
-        "GetPowerUsage": 95_000,
-        "GetEnforcedPowerLimit": 900_000,
-        "GetTemperature": 31,
-    }
-    vars(module).update(
-        {
-            "NVMLError": NVMLError,
-            "NVML_CLOCK_SM": 1,
-            "NVML_CLOCK_MEM": 2,
-            "NVML_TEMPERATURE_GPU": 0,
-            "nvmlInit": init,
-            "nvmlShutdown": lambda: None,
-            "nvmlSystemGetDriverVersion": lambda: "550.54",
-            "nvmlDeviceGetCount": lambda: len(names),
-            "nvmlDeviceGetHandleByIndex": lambda index: index,
-            "nvmlDeviceGetName": lambda handle: names[handle],
-            **{f"nvmlDevice{name}": answer(value) for name, value in answers.items()},
-        }
-    )
-    return module
+GPUS = "0, GH200, 550.54, 1024, 97871, 345, 1980, 345, 95.20, 900.00, 31\\n1, GH200, 550.54" + 8 * ", [N/A]" + "\\n"
 
 
-def test_memory_of_the_host_and_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+def test_memory_of_the_host_and_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # not installed
     assert debugging.memory_sample().count("GiB") == 1
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(driver=False))
+    make_nvidia_smi(tmp_path, monkeypatch, "NVIDIA-SMI has failed, because it cannot talk to the driver\\n", code=9)
     assert debugging.memory_sample().count("GiB") == 1
-    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    make_nvidia_smi(tmp_path, monkeypatch, GPUS)
     assert debugging.memory_sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
 
 
-def test_a_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    assert [gpu.line() for gpu in environment.node_gpus()] == [
-        "0: GH200, driver 550.54, memory 1024 of 97871 MiB, SM clock 345 of 1980 MHz, memory clock 345 MHz, "
-        "power 95 of 900 W, 31 degrees Celsius",
-        "1: GH200, driver 550.54, memory ? of ? MiB, SM clock ? of ? MHz, memory clock ? MHz, power ? of ? W, "
-        "? degrees Celsius",
-    ]
+def test_a_gpu_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_nvidia_smi(tmp_path, monkeypatch, GPUS)
+    first, second = map(environment.gpu_line, environment.node_gpus())
+    assert first == (
+        "index 0, name GH200, driver 550.54, memory used 1024, memory total 97871, sm clock 345, sm clock max 1980, "
+        "memory clock 345, power 95.20, power limit 900.00, temperature 31"
+    )
+    assert second.startswith("index 1, name GH200, driver 550.54, memory used [N/A], ")
 
 
 def test_nccl_writes_a_file_per_rank_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,7 @@ def run_example(options: argparse.Namespace) -> int:
     check_outputs({"--output-folder": options.output_folder})
     from relayrun.lab.corpus import build_corpus  # pyarrow
 
-    made = build_corpus(options.output_folder, megabytes=options.megabytes)
-    for each in (made.docs, made.code, made.heldout):
+    for each in build_corpus(options.output_folder, megabytes=options.megabytes).values():
         print(f"{each.folder}: {each.documents:,} documents, {each.bytes / 1e6:.1f} MB")
     return 0
 
@@ -76,7 +75,7 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
         # more than it needs, too much for a small limit.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # pyarrow: slow import, not needed for --help
-    from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, make_shuffle_plan, reshard
+    from relayrun.tokens.shuffle.reshard import ReshardOptions, make_shuffle_plan, reshard
 
     names = {field.name for field in fields(ReshardOptions)} & vars(given).keys()
     options = ReshardOptions(
@@ -90,9 +89,7 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
         make_shuffle_plan(options)
         return 0
     rows = reshard(options)
-    picture = given.output_folder / LENGTHS_PICTURE
-    drawn = f"; length against position, before and after: {picture}" if picture.exists() else ""
-    print(f"{rows:,} rows in {given.output_folder}{drawn}")
+    print(f"{rows:,} rows in {given.output_folder}")
     return 0
 
 

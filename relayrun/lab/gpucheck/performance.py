@@ -9,7 +9,6 @@ import platform
 import shutil
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     commit += ", and changes" if difference else ""
     machine = {"system": platform.platform(), "cpus": os.cpu_count(), "relayrun": __version__, "commit": commit}
     figures.add("machine", machine)
-    figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
+    figures.add("nvml", node_gpus())  # at rest
     found = run_program(setup, "device:measure_device", record=figures.update)
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")

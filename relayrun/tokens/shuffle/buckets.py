@@ -5,7 +5,7 @@ keys; the rows of bucket 0 in the order of their keys, then of bucket 1 and so o
 the input files, which a thread scatters into one file:
 
     part-3.arrow    segments: rows of one bucket that were in memory at a time, as a message of Arrow
-    part-3.npz      offsets of the segments; rows in every bin (`BINS_PER_BUCKET` a bucket); lengths of texts
+    part-3.npz      offsets of the segments; rows in every bin (`BINS_PER_BUCKET` a bucket); bytes of texts
 
 Parts, segments and rows are each in the order of the input, so that a stable sort gives rows of equal keys one order,
 whatever the parts and the buckets. Each output file is a known range of rows, so that threads write files side by side.
@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from relayrun.errors import RelayrunError
@@ -34,7 +35,7 @@ from relayrun.progress import count
 from relayrun.tokens.readers.columns import RowFile, narrow_table, read_rows, wide_schema
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.texts import text_column
-from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit
+from relayrun.tokens.shuffle.row_split import RowSplit
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
 BINS_PER_BUCKET = 64
@@ -56,37 +57,37 @@ def keyed_rows(
     files: Iterable[tuple[int, RowFile]],
     column: str,
     seed: int,
-    lengths: LengthProfile,
     faults: LineFaults,
     cut: RowSplit | None = None,
 ) -> Iterator[pa.Table]:
-    """Yield the rows of these numbered files with their keys, batch by batch, and add the lengths of the texts to
-    `lengths`. Rows that `faults` skips have no number. With `cut`, each row of a split text has its own number."""
+    """Yield the rows of these numbered files with their keys, batch by batch. Rows that `faults` skips have no number.
+    With `cut`, each row of a split text has its own number."""
     for number, file in files:
         row = 0
         for table in read_rows(file, column, faults):
             table = table if cut is None else cut.apply(table, column)
-            lengths.add(text_column(table, column))
             rows = np.arange(row, row + len(table), dtype=np.uint64)
             row += len(table)
             yield table.append_column(_KEY, pa.array(row_keys(seed, number, rows)))
-        lengths.end_file()
 
 
 class BucketSplitter:
     """Splits rows by bucket, about `most` bytes at a time: few steps, and reused memory."""
 
-    def __init__(self, buckets: int, most: int) -> None:
-        self._buckets, self._most = buckets, most
+    def __init__(self, buckets: int, most: int, column: str) -> None:
+        self._buckets, self._most, self._column = buckets, most, column
         self._waiting: list[pa.Table] = []
         self._size = 0
         self.counts = np.zeros(buckets * BINS_PER_BUCKET, np.int64)
         """Rows of every bin."""
+        self.text_bytes = 0
+        """Bytes of the texts of all rows."""
 
     def add(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
         """Yield numbers of buckets and their rows once enough rows are waiting."""
         self._waiting.append(table)
         self._size += table.nbytes
+        self.text_bytes += pc.sum(pc.binary_length(text_column(table, self._column))).as_py() or 0
         del table
         if self._size > self._most:
             yield from self.rest()
@@ -106,9 +107,7 @@ class BucketSplitter:
             yield number, table.take(order[bounds[number] : bounds[number + 1]])
 
 
-def scatter_rows(
-    tables: Iterable[pa.Table], stem: Path, partition: BucketSplitter, lengths: LengthProfile
-) -> Iterator[None]:
+def scatter_rows(tables: Iterable[pa.Table], stem: Path, partition: BucketSplitter) -> Iterator[None]:
     """Write the part `stem` (.arrow, .npz) with the rows of `tables`, and yield after every table. Both files appear
     whole, the .npz last: a part with an .npz is done."""
     segments: list[tuple[int, int, int]] = []
@@ -128,7 +127,7 @@ def scatter_rows(
         write(partition.rest())
     with atomic_file(stem.with_suffix(".npz")) as temporary, open(temporary, "wb") as file:
         found = np.array(segments, np.int64).reshape(-1, 3)
-        np.savez(file, segments=found, counts=partition.counts, lengths=lengths.array())
+        np.savez(file, segments=found, counts=partition.counts, text_bytes=partition.text_bytes)
 
 
 def _row_bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
@@ -158,13 +157,13 @@ class Buckets:
         self._files = [stem.with_suffix(".arrow") for stem in stems]
         self._schema = wide_schema(schema).append(_KEY)
         segments, bins = [], np.zeros(0, np.int64)
-        self.before: list[npt.NDArray[np.float64]] = []
-        """Lengths of the texts of every part, in the order of the input."""
+        self.text_bytes = 0
+        """Bytes of the texts of all rows."""
         for part, stem in enumerate(stems):
             with np.load(stem.with_suffix(".npz")) as found:
                 segments.append(np.insert(found["segments"], 0, part, axis=1))
                 bins = found["counts"] + (bins if part else 0)
-                self.before.append(found["lengths"])
+                self.text_bytes += int(found["text_bytes"])
         found = np.concatenate(segments)
         found = found[np.argsort(found[:, 1], kind="stable")]
         self._buckets = bins.size // BINS_PER_BUCKET
@@ -235,17 +234,16 @@ class OutputFormat:
     """Format of an output file. `size`: minimum bytes of a file; `row_group_size`: rows of a row group."""
 
     schema: pa.Schema
-    column: str
     size: int
     row_group_size: int
     compression: str
 
 
 class ShuffleWriter:
-    """Writes files of rows into `folder`, and the lengths of their texts into `notes`. For one thread."""
+    """Writes files of rows into `folder`. For one thread."""
 
-    def __init__(self, buckets: Buckets, form: OutputFormat, folder: Path, notes: Path) -> None:
-        self._buckets, self._form, self._folder, self._notes = buckets, form, folder, notes
+    def __init__(self, buckets: Buckets, form: OutputFormat, folder: Path) -> None:
+        self._buckets, self._form, self._folder = buckets, form, folder
         self._ends = np.cumsum(buckets.counts)
         self._bucket: SortedRows | None = None
         self._number = -1
@@ -260,23 +258,21 @@ class ShuffleWriter:
             yield from self._write(number, number * rows, min((number + 1) * rows, int(self._ends[-1])), None)
 
     def _write(self, number: int, start: int, stop: int, rows: list[int] | None) -> Iterator[None]:
-        form, lengths = self._form, LengthProfile()
-        with atomic_file(self._folder / f"data_{number}.parquet") as temporary:
-            with (
-                pa.OSFile(str(temporary), "wb") as sink,
-                pq.ParquetWriter(sink, form.schema, compression=form.compression) as writer,
-            ):
-                for first in range(start, stop, form.row_group_size):
-                    last = min(first + form.row_group_size, stop)
-                    group = self._rows(first, last)
-                    lengths.add(text_column(group, form.column))
-                    writer.write_table(narrow_table(group, form.schema), row_group_size=len(group))
-                    count(len(group))
-                    del group
-                    yield
-                    if rows is not None and sink.tell() >= form.size:
-                        break
-            np.save(self._notes / f"after-{number}.npy", lengths.array())
+        form = self._form
+        with (
+            atomic_file(self._folder / f"data_{number}.parquet") as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pq.ParquetWriter(sink, form.schema, compression=form.compression) as writer,
+        ):
+            for first in range(start, stop, form.row_group_size):
+                last = min(first + form.row_group_size, stop)
+                group = self._rows(first, last)
+                writer.write_table(narrow_table(group, form.schema), row_group_size=len(group))
+                count(len(group))
+                del group
+                yield
+                if rows is not None and sink.tell() >= form.size:
+                    break
         if rows is not None:
             rows.append(last - start)
 
@@ -292,7 +288,3 @@ class ShuffleWriter:
             pieces.append(self._bucket.take(start - begin, min(stop, end) - begin))
             start = min(stop, end)
         return pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces).combine_chunks()
-
-
-def text_bytes(buckets: Buckets) -> int:
-    return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)

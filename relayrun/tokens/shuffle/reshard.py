@@ -27,7 +27,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, on_interrupt, refuse_unwritable
-from relayrun.files import atomic_file, read_json
 from relayrun.leftovers import remove_leftovers
 from relayrun.progress import Progress, count
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
@@ -42,19 +41,17 @@ from relayrun.tokens.shuffle.buckets import (
     ShuffleWriter,
     keyed_rows,
     scatter_rows,
-    text_bytes,
 )
-from relayrun.tokens.shuffle.text_lengths import LengthPoints, LengthProfile, RowSplit, draw_lengths, length_points
+from relayrun.tokens.shuffle.row_split import RowSplit
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
 
-LENGTHS_PICTURE = "lengths.png"
 LOCAL_SETTINGS = {"output", "memory_limit", "temp_dir", "threads"}
 """Options that the bytes of the output do not depend on."""
 _BASE = 200_000_000
-"""Memory of the process itself, with Arrow and the plot."""
+"""Memory of the process itself, with Arrow."""
 
 _THREAD = 30_000_000
 """Memory of a thread besides its rows: read buffers, and memory that the allocator keeps."""
@@ -138,9 +135,8 @@ class ShufflePlan:
         options = self.options
         return OutputFormat(
             schema=self.files[0].schema,
-            column=options.column,
             size=options.file_size,
-            row_group_size=options.group_rows(int(buckets.counts.sum()), text_bytes(buckets)),
+            row_group_size=options.group_rows(int(buckets.counts.sum()), buckets.text_bytes),
             compression=options.compression,
         )
 
@@ -186,17 +182,14 @@ def reshard(options: ReshardOptions) -> int:
     if (rows := rows_made(options, output)) is not None:
         return rows
     plan = make_shuffle_plan(options)
-    with work_folder(options.temp_dir) as work:
-        with published_folder(options.output, read=plan.read) as building:
-            with Progress("reading", sum(file.size for file in plan.files)):
-                scatter_parts(plan, work)
-            buckets = open_buckets(plan, work)
-            with Progress("writing", int(buckets.counts.sum()), "rows"):
-                of_a_file = write_first_file(plan, buckets, building, work)
-                files = -(-int(buckets.counts.sum()) // of_a_file)
-                write_files(plan, buckets, range(1, files), of_a_file, building, work)
-            plan.read.notes["lengths"] = picture_points(buckets, files, work)
-        draw_picture(output)
+    with work_folder(options.temp_dir) as work, published_folder(options.output, read=plan.read) as building:
+        with Progress("reading", sum(file.size for file in plan.files)):
+            scatter_parts(plan, work)
+        buckets = open_buckets(plan, work)
+        with Progress("writing", int(buckets.counts.sum()), "rows"):
+            of_a_file = write_first_file(plan, buckets, building)
+            files = -(-int(buckets.counts.sum()) // of_a_file)
+            write_files(plan, buckets, range(1, files), of_a_file, building)
     return int(buckets.counts.sum())
 
 
@@ -210,35 +203,11 @@ def data_files(options: ReshardOptions) -> tuple[list[tuple[str, int]], InputFil
 
 
 def rows_made(options: ReshardOptions, output: Path) -> int | None:
-    """Return the rows of an output that this command has made from these files before, and draw its picture if a kill
-    left it without; None for any other."""
+    """Return the rows of an output that this command has made from these files before; None for any other."""
     known = not urls.is_url(urls.absolute_path(options.dataset_folder)) and (output / MADE_RECORD).exists()
     if not known or not data_files(options)[1].was_made(output):
         return None
-    draw_picture(output)
     return sum(int(pq.read_metadata(path).num_rows) for path in output.glob("data_*.parquet"))
-
-
-def picture_points(buckets: Buckets, files: int, work: Path) -> list[LengthPoints]:
-    """Return the lengths before and after, as `draw_picture` finds them in the record of the output."""
-    after = [np.load(work / f"after-{number}.npy") for number in range(files)]
-    return [length_points(np.concatenate(parts)) for parts in (buckets.before, after)]
-
-
-def draw_picture(output: Path) -> None:
-    """Draw the lengths before and after into a finished output that lacks the picture; a failure is a warning."""
-    remove_leftovers(output)
-    if (output / LENGTHS_PICTURE).exists():
-        return
-    try:
-        points = read_json(output / MADE_RECORD)["notes"]["lengths"]
-        with (
-            on_interrupt(lambda: f"{output} is made, without its picture; the same command draws it"),
-            atomic_file(output / LENGTHS_PICTURE) as picture,
-        ):
-            draw_lengths(points, picture)
-    except Exception as error:
-        log.warning("%s: the rows are whole, their picture is missing: %s", output / LENGTHS_PICTURE, error)
 
 
 def make_shuffle_plan(options: ReshardOptions) -> ShufflePlan:
@@ -282,11 +251,11 @@ def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterator[pa.Table]:
+def _keyed_part(plan: ShufflePlan, part: int) -> Iterator[pa.Table]:
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
     faults = LineFaults(skip=plan.options.on_error == "skip-line")
-    for rows in keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut):
+    for rows in keyed_rows(files, plan.options.column, plan.options.seed, faults, plan.options.cut):
         count(rows.nbytes)
         yield rows
     if faults.counts:
@@ -298,9 +267,8 @@ def scatter_parts(plan: ShufflePlan, work: Path) -> None:
     readers = plan.readers()
 
     def one(part: int) -> Iterator[None]:
-        lengths = LengthProfile(len(plan.files))
-        partition = BucketSplitter(plan.buckets, plan.buffer)
-        yield from scatter_rows(_keyed_part(plan, part, lengths), part_stem(work, part), partition, lengths)
+        partition = BucketSplitter(plan.buckets, plan.buffer, plan.options.column)
+        yield from scatter_rows(_keyed_part(plan, part), part_stem(work, part), partition)
 
     run_in_threads([one(part) for part in range(len(plan.parts))], readers.threads)
     pa.default_memory_pool().release_unused()  # pass 2 has buffers of other sizes
@@ -313,28 +281,26 @@ def part_stem(work: Path, part: int) -> Path:
 def open_buckets(plan: ShufflePlan, work: Path) -> Buckets:
     """Open the result of pass 1."""
     found = Buckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
-    found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
+    found.split(plan.writers(found.size, int(found.counts.sum()), found.text_bytes).each // 3)
     return found
 
 
-def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path, work: Path) -> int:
+def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path) -> int:
     """Write file 0; return its number of rows, which all files but the last share."""
     if not buckets.counts.sum():
         raise InputError("the files hold no row", where=plan.options.dataset_folder)
     rows: list[int] = []
-    for _ in ShuffleWriter(buckets, plan.form(buckets), building, work).write_first(rows):
+    for _ in ShuffleWriter(buckets, plan.form(buckets), building).write_first(rows):
         pass
     return rows[0]
 
 
-def write_files(
-    plan: ShufflePlan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path
-) -> None:
+def write_files(plan: ShufflePlan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path) -> None:
     """Run pass 2 for these files, in runs for the threads."""
-    threads = plan.writers(buckets.size, int(buckets.counts.sum()), text_bytes(buckets)).threads
+    threads = plan.writers(buckets.size, int(buckets.counts.sum()), buckets.text_bytes).threads
     runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
     run_in_threads(
-        [ShuffleWriter(buckets, plan.form(buckets), building, work).write(run, rows) for run in runs if run], threads
+        [ShuffleWriter(buckets, plan.form(buckets), building).write(run, rows) for run in runs if run], threads
     )
 
 

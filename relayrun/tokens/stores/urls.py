@@ -122,7 +122,7 @@ _EXPIRED_STATUSES = (401, 403, 410)
 """Statuses of a store for an expired signed link or token."""
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(io.BufferedIOBase):
     """A file below a URL, for reading. A failed read is retried on a newly opened file at the same position.
 
     A read that is refused after a successful one is retried, too: links and tokens expire, and a store's package
@@ -170,13 +170,6 @@ class RemoteFile(io.RawIOBase):
             left -= len(piece)
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`, or less of it at the end of the file; return the number of bytes."""
-        view = memoryview(buffer).cast("B")
-        data = self.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
     def close(self) -> None:
         """Close the connection."""

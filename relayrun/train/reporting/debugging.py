@@ -72,13 +72,15 @@ def memory_sample() -> str:
 
     memory = psutil.virtual_memory()
     used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB"]
-    used += [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
+    used += [
+        f"gpu {gpu['index']}: {_gib(gpu['memory_used'])} of {_gib(gpu['memory_total'])} GiB" for gpu in node_gpus()
+    ]
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
 
 
-def _gib(size: int | None) -> str:
+def _gib(mebibytes: str) -> str:
     """Some devices do not report their memory."""
-    return "?" if size is None else f"{size / GIB:.1f}"
+    return f"{int(mebibytes) / 1024:.1f}" if mebibytes.isdecimal() else "?"
 
 
 def _write_memory_log(path: Path, interval: float) -> None:

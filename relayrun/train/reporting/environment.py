@@ -1,7 +1,7 @@
-"""Environment of an attempt for compute_environment.txt, and the node's GPUs as NVML reports them.
+"""Environment of an attempt for compute_environment.txt, and the node's GPUs as nvidia-smi reports them.
 
 Environment variables are shown by an allowlist. Values of secret variables elsewhere in the text (a command line, a
-diff), and everything that looks like a token, are masked. Without nvidia-ml-py or the driver there are no GPUs.
+diff), and everything that looks like a token, are masked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.masking import SECRET_WORD, mask_tokens
-from relayrun.train.gpu_health import NoNvml, ask_device, call_nvml
 
 SHOWN_VARIABLES = re.compile(
     r"(SLURM|CUDA|CUBLAS|NVIDIA|NCCL|TORCH|OMP|MKL|FI|UCX|MPI|MPICH|PMI|GLOO|NVTE|TRITON|RELAYRUN)_[A-Z0-9_]+"
@@ -52,7 +48,7 @@ def describe_environment(
         "code": f"{root}\ncommit {commit}",
         "difference to the commit": difference or "none",
         "machine": f"{platform.platform()}, Python {platform.python_version()}",
-        "GPUs": "\n".join(gpu.line() for gpu in node_gpus()) or "none that NVML shows",
+        "GPUs": "\n".join(map(gpu_line, node_gpus())) or "none that nvidia-smi shows",
         "packages": "\n".join(installed_packages()),
         "environment": "\n".join(shown_variables(environment)),
     }
@@ -123,78 +119,29 @@ def _file_text(path: Path) -> str:
         return f"not readable: {error.strerror}"
 
 
-MIB = 1 << 20
+GPU_FIELDS = {
+    "index": "index",
+    "name": "name",
+    "driver": "driver_version",
+    "memory_used": "memory.used",
+    "memory_total": "memory.total",
+    "sm_clock": "clocks.sm",
+    "sm_clock_max": "clocks.max.sm",
+    "memory_clock": "clocks.mem",
+    "power": "power.draw",
+    "power_limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
+"""What nvidia-smi is asked: MiB, MHz, watts, degrees Celsius. A field that a device does not report is `[N/A]`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Current state of a GPU. A value that the device does not report is None."""
-
-    index: int
-    name: str
-    driver: str
-    memory_used: int | None
-    """Bytes used by all processes."""
-    memory_total: int | None
-    """Bytes."""
-    sm_clock: int | None
-    """MHz, current; `sm_clock_max` is the maximum."""
-    sm_clock_max: int | None
-    memory_clock: int | None
-    """MHz."""
-    power: float | None
-    """Watts, current; `power_limit` is the maximum."""
-    power_limit: float | None
-    temperature: int | None
-    """Degrees Celsius."""
-
-    def line(self) -> str:
-        """Return the GPU in one line for people."""
-        parts = [
-            self.name,
-            f"driver {self.driver}",
-            f"memory {_nvml_value(self.memory_used, MIB)} of {_nvml_value(self.memory_total, MIB)} MiB",
-            f"SM clock {_nvml_value(self.sm_clock)} of {_nvml_value(self.sm_clock_max)} MHz",
-            f"memory clock {_nvml_value(self.memory_clock)} MHz",
-            f"power {_nvml_value(self.power)} of {_nvml_value(self.power_limit)} W",
-            f"{_nvml_value(self.temperature)} degrees Celsius",
-        ]
-        return f"{self.index}: " + ", ".join(parts)
+def node_gpus() -> list[dict[str, str]]:
+    """Return the fields of each GPU of this node; empty without nvidia-smi."""
+    fields = ",".join(GPU_FIELDS.values())
+    lines = _asked(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]).splitlines()
+    return [dict(zip(GPU_FIELDS, line.split(", "), strict=True)) for line in lines if ", " in line]
 
 
-def node_gpus() -> list[Gpu]:
-    """Return the GPUs of this node by index; empty if NVML is missing or does not respond."""
-
-    def read(nvml: Any) -> list[Gpu]:
-        driver = nvml.nvmlSystemGetDriverVersion()
-        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
-
-    try:
-        return call_nvml(read)
-    except NoNvml:
-        return []
-
-
-def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    told = partial(ask_device, nvml)
-    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
-    power = told(nvml.nvmlDeviceGetPowerUsage, handle)  # milliwatts, as the limit
-    limit = told(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    return Gpu(
-        index=index,
-        name=nvml.nvmlDeviceGetName(handle),
-        driver=driver,
-        memory_used=None if memory is None else memory.used,
-        memory_total=None if memory is None else memory.total,
-        sm_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-        memory_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        power=None if power is None else power / 1000,
-        power_limit=None if limit is None else limit / 1000,
-        temperature=told(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-    )
-
-
-def _nvml_value(value: float | None, unit: int = 1) -> str:
-    return "?" if value is None else f"{value / unit:.0f}"
+def gpu_line(gpu: Mapping[str, str]) -> str:
+    """Return a GPU in one line for people."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in gpu.items())

@@ -29,6 +29,7 @@ from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import write_atomic, write_json
 from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
+from relayrun.tokens.stores.urls import first_line
 
 BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by their names in transformers, in the order of their ids."""
@@ -174,43 +175,25 @@ def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
 
 def check_hub(name: str, cache_dir: str | None) -> bool:
     """Return whether the hub is away, and this machine has a copy. Raises InputError if neither has the tokenizer."""
-    import http.client  # 0.02 s of a process that asks no hub
-    import ssl
-    import urllib.error
-    import urllib.request
+    from huggingface_hub import HfApi, constants, get_token, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    from huggingface_hub import constants, get_token, try_to_load_from_cache
-
-    copied = any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES)
     copies = cache_dir or constants.HF_HUB_CACHE
-    if constants.HF_HUB_OFFLINE:
-        if not copied:
-            raise _not_on_hub_error(name, f"the hub is switched off (HF_HUB_OFFLINE), and {copies} has no copy")
-        return True
-    token = get_token()
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{name}")
-    if token is not None:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_SECONDS):
-            return False
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code not in (401, 403, 404):
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+        return False
+    except OfflineModeIsEnabled:
+        why = f"the hub is switched off (HF_HUB_OFFLINE), and {copies} has no copy"
+    except HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code not in (401, 403, 404):
             return False  # the hub is busy: transformers retries
-        if not copied:
-            shown = "" if token is not None else ", or shows it to nobody without a token (HF_TOKEN)"
-            raise _not_on_hub_error(name, f"{constants.ENDPOINT} has none of this name{shown}") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):
-            return False  # transformers may have certificates of its own
-        if not copied:
-            what = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-            raise _not_on_hub_error(
-                name, f"{constants.ENDPOINT} does not answer ({what}), and {copies} has no copy"
-            ) from None
-    return True
+        shown = "" if get_token() is not None else ", or shows it to nobody without a token (HF_TOKEN)"
+        why = f"{constants.ENDPOINT} has none of this name{shown}"
+    except Exception as error:  # of httpx or requests, by the version of huggingface_hub
+        why = f"{constants.ENDPOINT} does not answer ({first_line(error)}), and {copies} has no copy"
+    if any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES):
+        return True
+    raise _not_on_hub_error(name, why)
 
 
 def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -> Path | None:
