@@ -22,12 +22,13 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.chain import job_script, jobs
+from relayrun.control.chain.budget import SHARED_SETTINGS
 from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.rundir import campaign, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
-from relayrun.control.rundir.run import Run, submit_lock
+from relayrun.control.rundir.run import Run, is_stopped, submit_lock
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
@@ -105,6 +106,18 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         jobs.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
+
+
+def change_budget(run: Run, config: CommonConfig) -> bool:
+    """Give a run that has jobs the budget of a config, and a revision. Return False if no job of the chain goes on."""
+    plan = Plan.load_trusted(run)
+    scheduler = _scheduler(plan, run)
+    if {job.id for job in scheduler.jobs(plan)} <= {*scheduler.history.abandoned_jobs()}:
+        return False
+    with submit_lock(run), writable_by_owner_alone():
+        chain = replace(plan.chain, **{name: getattr(config.chain, name) for name in SHARED_SETTINGS})
+        replace(plan, chain=chain, config_revision=_add_revision(run, config)).write(run.plan)
+    return not is_stopped(run)
 
 
 def check_submission(

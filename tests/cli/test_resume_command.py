@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError
 from relayrun.submit.check import existing_run
@@ -55,6 +57,29 @@ def test_what_changes_is_said_and_makes_a_revision(
     assert [message for message in caplog.messages if "changed" in message] == ["changed: job.time: '5' -> '20'"]
     assert sorted(submitted.revisions()) == [1, 2]
     assert Plan.load(submitted).time_limit == 1200
+
+
+def test_the_budget_of_a_run_with_jobs_is_changed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued: list[bool] = []
+    monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: queued.append(True))
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", 1e9)
+    run, path = Run(tmp_path / "run"), str(Workspace.make(tmp_path).config("run", chain={"max_node_hours": 2.0}))
+    assert main(["submit", path]) == 0
+    before = Plan.load(run)
+    assert main(["resume", str(run.path), "--set", "chain.max_node_hours=3", "--set", "chain.deadline=2099-01-31"]) == 0
+    assert f"the jobs of {run.path} obey within a minute" in capsys.readouterr().out
+    chain = replace(before.chain, max_node_hours=3.0, deadline="2099-01-31")
+    assert Plan.load(run) == replace(before, chain=chain, config_revision=2)
+    assert resolve.read_resolved_config(run.config_revision(2)).chain.max_node_hours == 3
+    for more in (["--set", "training.steps=44"], []):
+        assert main(["resume", str(run.path), "--set", "chain.max_node_hours=4", *more]) == (1 if more else 0)
+        assert ("this run has jobs already: " in capsys.readouterr().err) == bool(more)
+    assert main(["resume", str(run.path)]) == 1  # nothing that could be changed
+    monkeypatch.setattr(job_history, "ANSWER_SECONDS", -1e9)  # its terminal has gone, and nobody starts the job
+    assert main(["resume", str(run.path), "--set", "chain.max_node_hours=5"]) == 0
+    assert (len(queued), sorted(run.revisions())) == (2, [1, 2, 3, 4])
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(submitted: Run, tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def test_an_end_of_the_job_that_moves_is_asked_for_and_recorded(tmp_path: Path, 
     made, attempt = object.__new__(Watch), run.attempt(1)
     made.begin, made.attempt = began(run, 1, job_end_time=now + 1000, grace_period=100.0), attempt
     made.scheduler, made._latest_end = RunningJob(), now + 1000  # type: ignore[assignment]
-    made.run, made.plan = run, history_plan(run, total_steps=10)
+    made.run = run
+    history_plan(run, total_steps=10).write(run.plan)
 
     def look(end: float | None, why: str = "") -> None:
         made._next_job_end, made.scheduler.end = 0.0, (end, why)  # type: ignore[attr-defined]
@@ -199,7 +200,8 @@ def test_a_job_that_slurm_does_not_show_as_running_has_no_other_end(
     made.begin, made.attempt = began(run, 1, job_end_time=now + 1000, grace_period=100.0), run.attempt(1)
     made.scheduler, made._latest_end, made._next_job_end = RunningJob(), now + 1000, 0.0  # type: ignore[assignment]
     made.scheduler.query, made.scheduler.end = lambda _id: job, (now + 5, "")  # type: ignore[attr-defined,method-assign]
-    made.run, made.plan = run, history_plan(run, total_steps=10)
+    made.run = run
+    history_plan(run, total_steps=10).write(run.plan)
     made._look_at_job_end(1)
     assert (made.attempt.job_end.exists(), told) == (False, [])
 
@@ -209,7 +211,8 @@ def test_ranks_that_know_the_end_of_their_job_leave_by_their_own_clock(tmp_path:
     made = object.__new__(Watch)
     made.begin, made.attempt = began(run, 1, job_end_time=now + 110, grace_period=100.0), run.attempt(1)
     made.scheduler, made._latest_end, made._next_job_end = RunningJob(), now + 110, 0.0  # type: ignore[assignment]
-    made.run, made.plan = run, history_plan(run, total_steps=10)
+    made.run = run
+    history_plan(run, total_steps=10).write(run.plan)
     made.scheduler.end = (now + 110, "")  # type: ignore[attr-defined]
     made._look_at_job_end(1)
     made._next_job_end, made.scheduler.end = 0.0, (None, "")  # type: ignore[attr-defined]
@@ -221,7 +224,8 @@ def test_ranks_that_know_the_end_of_their_job_leave_by_their_own_clock(tmp_path:
 def test_a_time_limit_that_is_raised_does_not_raise_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = Run(tmp_path), time.time()
     made, killed = object.__new__(Watch), []
-    made.run, made.plan = run, plan_with(history_plan(run, total_steps=10), max_node_hours=1.0)
+    made.run, plan = run, plan_with(history_plan(run, total_steps=10), max_node_hours=1.0)
+    plan.write(run.plan)
     made.begin, made.attempt = began(run, 1, start_time=now, job_end_time=now + 1000, grace_period=9.0), run.attempt(1)
     made.scheduler, made._latest_end, made._ended = RunningJob(), now + 1000, None  # type: ignore[assignment]
     made._next_job_end, made.scheduler.end = 0.0, (now + 7200, "")  # type: ignore[attr-defined]
@@ -233,6 +237,12 @@ def test_a_time_limit_that_is_raised_does_not_raise_the_budget(tmp_path: Path, m
     monkeypatch.setattr(time, "time", lambda: now + 3601)
     made._look_at_budget()
     assert killed == [now + 3601]
+    plan_with(plan, max_node_hours=1.5).write(run.plan)  # what its owner changes meanwhile holds
+    made._next_job_end = 0.0
+    made._look_at_job_end(1)
+    assert made.attempt.job_end_time(made.begin) == now + 5400
+    made._look_at_budget()
+    assert len(killed) == 1
 
 
 def test_the_watch_and_its_parents_are_no_starters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -10,14 +11,14 @@ import pytest
 from relayrun.control.chain import budget
 from relayrun.control.rundir.campaign import Campaign
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from tests.campaigns import iterations, words, write_config
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.plans import plan_with
 
-from .cluster import TestCluster
+from .cluster import ROOT, TestCluster
 from .test_campaign_slurm import SITE, relayrun
-from .test_chain import SLURM, ends, logs, start, wait_for_end
+from .test_chain import SLURM, ends, logs, start, wait_for_end, wait_for_iteration
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
@@ -41,6 +42,30 @@ def test_a_chain_is_stopped_by_its_budget_and_its_owner_raises_it(cluster: TestC
     assert len(ends(run)) == 3
     assert ends(run)[-1].durable_iteration > durable + 5
     assert (stop_reason(run) or "").startswith("the last iteration"), logs(run)
+
+
+def test_a_budget_that_is_raised_while_a_job_runs_holds_for_it(cluster: TestCluster, tmp_path: Path) -> None:
+    before, after = 120.0, 200.0
+    command = {"steps": 300, "run": words(tmp_path, 300, seconds=1.0, every=20)}
+    chain = {"max_node_hours": before / 3600, "grace_period": 10}
+    config = write_config(tmp_path, "run", cluster=SITE, chain=chain, command=command)
+    relayrun(cluster, "submit", config, "--yes")
+    run = Run(tmp_path / "run")
+    wait_for_iteration(cluster, run)
+    began = run.attempt(1).started_record()
+    assert (began.job_end_time or 0) - (began.job_start_time or 0) == pytest.approx(before, abs=1)
+    told = relayrun(cluster, "resume", run.path, "--set", f"chain.max_node_hours={after / 3600}")
+    assert told == f"the jobs of {run.path} obey within a minute\n"
+    refused = [sys.executable, "-m", "relayrun.cli", "resume", str(run.path), "--set", "job.time=20"]
+    assert "this run has jobs already" in cluster.run(refused, cwd=ROOT, check=False).stderr
+    wait_for_end(cluster, run, Plan.load(run))
+    (record,) = ends(run)
+    assert record.cause == "saved", logs(run)
+    assert "of chain.max_node_hours 0.0555556 are used" in (stop_reason(run) or ""), logs(run)
+    used = budget.used_node_seconds(run, Plan.load(run), until=time.time())
+    print(f"the limit was {before:.0f} node seconds, then {after:.0f}; used {used:.1f}")
+    assert before < used <= after
+    assert iterations(run) == list(range(1, record.durable_iteration + 1))
 
 
 def test_stages_are_stopped_by_their_budget_and_their_owner_raises_it(cluster: TestCluster, tmp_path: Path) -> None:

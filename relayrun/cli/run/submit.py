@@ -22,6 +22,7 @@ from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.control.chain.budget import SHARED_SETTINGS
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
@@ -307,7 +308,8 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_resume(options: argparse.Namespace) -> int:
-    """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
+    """Submit a run with its newest revision, changed by --set, even if its chain has ended; one with jobs takes another
+    budget. Raises RelayrunError."""
     found = find_run(options.name)
     Plan.load_trusted(found)
     newest = max(found.revisions(), default=None)
@@ -318,6 +320,11 @@ def run_resume(options: argparse.Namespace) -> int:
     place = f"run_dir={quote_yaml(str(found.path))}"  # the run may have moved
     given = resolve.read_settings(path, [*options.overrides, place])
     config = resolve.validate_settings(given)
-    for change in config_differences(resolve.read_resolved_config(path), config):
+    changes = config_differences(resolve.read_resolved_config(path), config)
+    for change in changes:
         log.info("changed: %s", change)
+    of_budget = all(change.startswith(tuple(f"chain.{name}:" for name in SHARED_SETTINGS)) for change in changes)
+    if changes and of_budget and not options.dry_run and submission.change_budget(found, config):
+        print(f"the jobs of {found.path} obey within a minute")
+        return 0
     return _submit_or_print(options, given, config, resume=True)

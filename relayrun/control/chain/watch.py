@@ -311,9 +311,9 @@ class Watch:
 
     @cached_property
     def _budget(self) -> BudgetEnd:
-        begin = self.attempt.started_record()
-        nodes, start = int(begin.options.get("nodes", self.plan.nodes_of_job)), begin.job_start_time or begin.start_time
-        return budget_end(self.run, self.plan, nodes=nodes, start=start, before=begin.attempt)
+        begin, plan = self.attempt.started_record(), Plan.load_in_job(self.run)
+        nodes, start = int(begin.options.get("nodes", plan.nodes_of_job)), begin.job_start_time or begin.start_time
+        return budget_end(self.run, plan, nodes=nodes, start=start, before=begin.attempt)
 
     def _look_at_budget(self) -> None:
         """End ranks that have not left by the end of the budget: Slurm would end them at the time limit only."""
