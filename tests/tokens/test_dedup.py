@@ -9,6 +9,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,11 +103,11 @@ class Place:
         (self.data / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def config(
-        self, out: str = "out", *, tasks: int = 3, pipeline: tuple[Any, ...] = (), **given: Any
+        self, out: str = "out", *, tasks: int = 3, pipeline: tuple[Any, ...] = (), workers: int = 1, **given: Any
     ) -> TokenizationConfig:
         section = {"output_folder": f"{self.folder}/{out}", "language": f"{HERE}.Words", "minhash": MINHASH, **given}
         file = self.folder / f"{out}.yaml"
-        values: dict[str, Any] = {"tokenizer_name": "t", "dataset_name": "d", "executor": "local", "workers": 1}
+        values: dict[str, Any] = {"tokenizer_name": "t", "dataset_name": "d", "executor": "local", "workers": workers}
         places = {"tokenizer": "tok", "metadata_folder": "meta", "output_folder": "tokens", "logs": "logs"}
         values |= {name: f"{self.folder}/{place}" for name, place in places.items()} | {"tasks": tasks}
         file.write_text(json.dumps(values | {"pipeline": list(pipeline), "dedup": section}))
@@ -325,6 +327,25 @@ def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(t
         assert not [*(tmp_path / f"out{call}").rglob("*tmp*")], call
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]
     assert len(codes) > 5
+
+
+FORKS = """
+import sys
+from relayrun.cli import main
+from relayrun.tokens.tokenize import processes
+
+known = processes._has_one_thread
+processes._has_one_thread = lambda: print("forks", found := known()) or found
+sys.exit(main(["dumps", "dedup", sys.argv[1]]))
+"""
+
+
+def test_workers_of_all_stages_are_forks(place: Place) -> None:
+    """A worker that is spawned imports everything again: datatrove's blocks start threads, also for a single task."""
+    place.config(workers=2)
+    run = subprocess.run([sys.executable, "-c", FORKS, f"{place.folder}/out.yaml"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if line.startswith("forks")] == ["forks True"] * 6
 
 
 def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,16 +184,24 @@ def hidden_secrets() -> Iterator[None]:
 
 
 def run_tasks(
-    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], *, where: object
+    task: Callable[[K], T],
+    items: Sequence[K],
+    workers: int,
+    on_done: Callable[[K, T], None],
+    *,
+    where: object,
+    keep_one_thread: bool = False,
 ) -> None:
-    """Call `task` for every item on `workers` processes (here for one worker); `on_done` gets each result here.
+    """Call `task` for every item on `workers` processes (here for one worker); `on_done` gets each result here. A
+    single item is done here, too, unless `keep_one_thread`: what it starts and holds would stay in this process.
 
     A failing task does not stop the others. At the end a defect is raised, or else the errors of all tasks as one, in
     the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was killed:
     running tasks are lost, finished ones are kept.
     """
-    workers = min(workers, len(items))
-    errors = (_run_here if workers <= 1 else _run_on_processes)(task, items, workers, on_done, where)
+    here = workers <= 1 or len(items) <= (0 if keep_one_thread else 1)
+    run = _run_here if here else _run_on_processes
+    errors = run(task, items, min(workers, len(items)), on_done, where)
     if errors:
         in_order = [errors[item] for item in items if item in errors]
         defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
