@@ -25,6 +25,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import word_tokenizers
 from datatrove.utils.hashing import HashConfig, create_hash_func
+from datatrove.utils.text import TextNormConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from relayrun.cli import main
@@ -60,6 +61,20 @@ class Words(WordTokenizer):  # type: ignore[misc]
         return [(0, len(text))]
 
 
+class NoSentences(Words):
+    sent_tokenize = span_tokenize = None  # type: ignore[assignment]
+
+
+class Sentences(Words):
+    """Sentences end with a point."""
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        return [sentence.strip() for sentence in text.split(".") if sentence.strip()]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in re.finditer(r"[^.\s][^.]*\.?", text)]
+
+
 def is_long(document: Any) -> bool:
     return len(document.text.split()) > 8
 
@@ -80,6 +95,23 @@ def documents(seed: int = 0, number: int = 120) -> list[dict[str, Any]]:
         elif kind < 0.6:
             text[2:2] = [f"{word}." for word in QUESTION.split()]
         found.append({"text": " ".join(text), "id": f"d{row}", "url": f"u{row}", "size": row})
+    return found
+
+
+def parts(joint: str, number: int = 90) -> list[dict[str, Any]]:
+    """Documents of up to 12 sentences or paragraphs, of which many stand in several of them."""
+    generator = random.Random(1)
+    words = ["".join(generator.choices("abcdefghij", k=5)) for _ in range(400)]
+    known = [" ".join(generator.choices(words, k=generator.randint(2, 9))) for _ in range(60)]
+    found = []
+    for row in range(number):
+        new = [" ".join(generator.choices(words, k=6)) for _ in range(generator.randint(1, 12))]
+        start = generator.randrange(55)
+        for _ in range(generator.choice((0, 0, 1, 2))):
+            new[(place := generator.randrange(len(new))) : place] = known[start : start + generator.randint(1, 5)]
+        found.append({"text": joint.join(new), "id": f"p{row}", "size": row})
+    found[7]["text"] = joint.join(known[:4])
+    found[8]["text"] = joint.join(known[:4])
     return found
 
 
@@ -126,7 +158,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, documents())
 
 
-def theirs(place: Place, tasks: int, *, exact: bool, minhash: bool) -> dict[str, bytes]:
+def theirs(
+    place: Place, tasks: int, *, exact: bool = False, minhash: bool = False, sentences: dict[str, Any] | None = None
+) -> dict[str, bytes]:
     """What datatrove's own pipelines keep, each stage run by its executor."""
     folder = place.folder / "theirs"
     ours = dedup.MinhashConfig(**MINHASH, hash_config=SHA1)
@@ -154,8 +188,16 @@ def theirs(place: Place, tasks: int, *, exact: bool, minhash: bool) -> dict[str,
         run("2", ours.num_buckets, dedup.MinhashDedupBuckets(*places[:2], config=ours))
         run("3", 1, dedup.MinhashDedupCluster(*places[1:], ours))
         run("4", tasks, read(source), dedup.MinhashDedupFilter(places[2]), write("minhash"))
-    last = folder / ("minhash" if minhash else "exact")
-    return {f"{file.name}.gz": file.read_bytes() for file in sorted(last.iterdir())}
+        source = str(folder / "minhash")
+    if sentences is not None:
+        config = dedup.SentDedupConfig(**sentences, hash_config=SHA1)
+        places = [str(folder / name) for name in ("sentences", "repeated")]
+        run("5", tasks, read(source), dedup.SentenceDedupSignature(places[0], tasks, config, Sentences()))
+        run("6", tasks, dedup.SentenceFindDedups(*places, config=config))
+        block = dedup.SentenceDedupFilter(places[1], config, write("removed"), Sentences())
+        run("7", tasks, read(source), block, write("cut"))
+        source = str(folder / "cut")
+    return {f"{file.name}.gz": file.read_bytes() for file in sorted(Path(source).iterdir())}
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 4])
@@ -166,6 +208,75 @@ def test_the_documents_are_those_of_datatroves_own_pipelines(
     deduplicate(place.config(tasks=tasks, exact=exact, minhash=MINHASH if minhash else None), wait=True)
     assert place.kept() == theirs(place, tasks, exact=exact, minhash=minhash)
     assert 30 < sum(content.count(b"\n") for content in place.kept().values()) < 110
+
+
+PARAGRAPHS = {"n_sentences": 1, "split_sentences": False, "min_doc_words": 8, "min_num_sentences": 0}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize(
+    ("joint", "given"),
+    [
+        ("\n", PARAGRAPHS),
+        ("\n", {**PARAGRAPHS, "n_sentences": 2, "min_words_to_remove_span": 12}),
+        (". ", {"min_doc_words": 20}),
+        (". ", {"n_sentences": 1, "min_doc_words": 0, "norm_config": {"lowercase": False}, "min_num_sentences": 2}),
+    ],
+)
+def test_sentences_and_paragraphs_are_those_of_datatroves_own_pipelines(
+    tmp_path: Path,
+    joint: str,
+    given: dict[str, Any],
+    tasks: int,
+    before: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = parts(joint)
+    place = Place(tmp_path, rows)
+    minhash = MINHASH if before else None
+    config = place.config(tasks=tasks, exact=before, minhash=minhash, sentences=given, language=f"{HERE}.Sentences")
+    deduplicate(config, wait=True)
+    named = {**given, **({"norm_config": TextNormConfig(lowercase=False)} if "norm_config" in given else {})}
+    assert place.kept() == theirs(place, tasks, exact=before, minhash=before, sentences=named)
+    lines = [json.loads(line) for content in place.kept().values() for line in content.splitlines()]
+    texts, source = {line["id"]: line["text"] for line in lines}, {row["id"]: row["text"] for row in rows}
+    changed = {name for name in texts if texts[name] != source[name]}
+    files = (place.folder / "out").glob("**/kept/exclusions/*.jsonl.gz")
+    written = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    mine = [line for line in written if line["step"] == "sentences"]
+    others = [
+        json.loads(line) for file in (tmp_path / "theirs/removed").iterdir() for line in file.read_text().splitlines()
+    ]
+    assert {line["id"]: line["text"] for line in mine} == {line["id"]: line["text"] for line in others}
+    assert {line["id"] for line in mine if line.get("cut")} == changed
+    assert {line["id"] for line in written if not line.get("cut")} == set(source) - set(texts)
+    assert all(source[line["id"]] == re.sub("(>>>|<<<)(\n|)", "", line["text"]) for line in mine) or joint == "\n"
+    assert len(changed) > 5
+    one = min(changed)
+    assert main(["data", "why", one, str(place.folder / "out")]) == 0
+    assert f"{one}: cut by sentences: sentences that another document has" in capsys.readouterr().out
+    records = [json.loads(file.read_text()) for file in (place.folder / "out/_dedup/records").glob("kept-*")]
+    counts = [record["steps"][-1] for record in records]
+    assert sum(each["cut"] for each in counts) == len(changed)
+    assert sum(each["out"] for each in counts) == len(texts)
+    assert sum(each["bytes_out"] for each in counts) == sum(len(text.encode()) for text in texts.values())
+    assert re.search(
+        r"dedup kept: \d/\d tasks; .*sentences \d+ in, \d+ out \(", "\n".join(dedup_status(tmp_path / "meta"))
+    )
+
+
+def test_a_document_of_more_parts_than_datatrove_counts_is_deduplicated_to_the_last_that_it_does(
+    tmp_path: Path,
+) -> None:
+    lines = [f"{number}" for number in range(70_000)]
+    rows = [{"text": "\n".join(lines), "id": "long"}, {"text": "3\n65535\n65536\n69999\nend", "id": "short"}]
+    place = Place(tmp_path, rows, files=1)
+    norm = {"norm_numbers": False}
+    given = {"n_sentences": 1, "split_sentences": False, "min_doc_words": 0, "min_num_sentences": 0}
+    deduplicate(place.config(tasks=1, exact=False, minhash=None, sentences={**given, "norm_config": norm}), wait=True)
+    texts = [json.loads(line)["text"] for line in place.kept()["00000.jsonl.gz"].splitlines()]
+    assert texts == [rows[0]["text"], "65536\n69999\nend"]
 
 
 def test_documents_that_share_an_ngram_with_an_evaluation_are_dropped(place: Place) -> None:
@@ -374,6 +485,10 @@ def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: 
         ({"minhash": {"n_grams": "five"}}, "dedup.minhash: Input should be a valid integer"),
         ({"minhash": {"hash_config": {"precission": 32}}}, "unknown argument; did you mean 'precision'?"),
         ({"decontamination": {"find_overlap": True}}, "did you mean 'find_overlap_ngrams'"),
+        ({"sentences": {"n_sentence": 1}}, "dedup.sentences: unknown argument; did you mean 'n_sentences', 'min_num"),
+        ({"sentences": {"n_sentences": 0}}, "dedup.sentences: n_sentences is at least 1"),
+        ({"minhash": {"hashes_per_bucket": 0}}, "dedup.minhash: hashes_per_bucket is at least 1"),
+        ({"sentences": {}, "language": f"{HERE}.NoSentences"}, "dedup.language: NoSentences has no function sent_tok"),
         ({"language": "klingon"}, "dedup.language: Language 'klingon' doesn't have a tokenizer"),
         pytest.param(
             {"language": "ka"},

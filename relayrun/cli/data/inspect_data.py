@@ -192,7 +192,8 @@ def run_why_dropped(options: argparse.Namespace) -> int:
                     found += 1
                     scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
                     place = f"row {record['row']} of {record['file']}, shard {file.name.removesuffix('.jsonl.gz')}"
-                    print(f"{record['id']}: dropped by {record['step']}: {record['reason']}{scores} ({place})")
+                    what = "cut" if record.get("cut") else "dropped"
+                    print(f"{record['id']}: {what} by {record['step']}: {record['reason']}{scores} ({place})")
     if not found:
         print(f"{options.document} is not among the {seen:,} dropped documents of {options.folder}")
     return 0 if found else 1
