@@ -191,7 +191,7 @@ class DedupStages:
         """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
         options, file = self.options, self.work / "settings.json"
         now = self.settings.model_dump(exclude={"output_folder"}) | describe_steps(options.pipeline, options.reader)
-        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
+        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks", "exclusions")}
         now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
         before = read_json(file) if file.exists() else now
         if different := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
@@ -348,7 +348,7 @@ class DedupStages:
         block.run(None, task, self.tasks)
 
     def _make_kept(self, folder: Path, task: int) -> dict[str, Any]:
-        file = exclusion_file(folder / WORK / "kept", f"{task:05d}")
+        file = exclusion_file(folder / WORK / "kept", f"{task:05d}", self.options.exclusions)
         lines, kept = JsonLines(file), JsonLines(folder / f"{task:05d}.jsonl.gz")
         with contextlib.closing(lines), contextlib.closing(kept):
             documents, counts = self._left(task, "kept", lines)

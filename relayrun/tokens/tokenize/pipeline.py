@@ -164,7 +164,7 @@ def _open_folder(
         "tasks": options.tasks,
     }
     if options.has_steps:
-        settings |= describe_steps(options.pipeline, options.reader)
+        settings |= describe_steps(options.pipeline, options.reader) | {"exclusions": options.exclusions}
     return ShardFolder(
         output,
         settings,
