@@ -49,7 +49,14 @@ from relayrun.tokens.tokenize.dumps import DEDUP_WORK as WORK
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
-from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line, read_texts
+from relayrun.tokens.tokenize.step_task import (
+    DocumentRows,
+    ExclusionWriter,
+    JsonLines,
+    ShardSteps,
+    exclusion_line,
+    read_texts,
+)
 from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
 
 _CLUSTER_SIZE = "minhash_cluster_size"
@@ -83,31 +90,22 @@ def _read(file: Path) -> Iterator[Any]:
             yield document
 
 
-class _Passage:
+class _Passage(ExclusionWriter):
     """The exclusion writer of a block of datatrove, and the counts of what passes the block."""
 
     def __init__(self, lines: JsonLines | None, step: str, reason: str) -> None:
         self._lines, self._place = lines, {"step": step, "reason": reason}
-        self.counts = {"step": step, "in": 0, "out": 0, "bytes_in": 0, "bytes_out": 0, "cut": 0}
-
-    def __enter__(self) -> _Passage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The file is open for the whole task."""
+        self.counts: dict[str, Any] = {"step": step, "in": 0, "out": 0, "bytes_in": 0, "bytes_out": 0, "cut": 0}
 
     def through(self, block: Any, documents: Iterator[Any], task: int) -> Iterator[Any]:
-        """Yield what a block leaves of the documents."""
-        for document in block.run(self._count(documents), task):
-            document.metadata.pop(_CLUSTER_SIZE, None)
-            self.counts["out"] += 1
-            self.counts["bytes_out"] += len(document.text.encode())
-            yield document
+        """Return what a block leaves of the documents."""
+        return self._count(block.run(self._count(documents, "in"), task), "out")
 
-    def _count(self, documents: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, documents: Iterator[Any], way: str) -> Iterator[Any]:
         for self._document in documents:
-            self.counts["in"] += 1
-            self.counts["bytes_in"] += len(self._document.text.encode())
+            self._document.metadata.pop(_CLUSTER_SIZE, None)
+            self.counts[way] += 1
+            self.counts[f"bytes_{way}"] += len(self._document.text.encode())
             yield self._document
 
     def write(self, document: Any, rank: int = 0) -> None:

@@ -86,8 +86,7 @@ def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> 
         def on_done(task: int, record: dict[str, Any]) -> None:
             print(f"stage {stage}: task {task} done in {record['seconds']:.1f} s", flush=True)
 
-        task = functools.partial(stages.run_task, stage)
-        processes.run_tasks(task, todo, workers, on_done, where=stages.work, keep_one_thread=True)
+        processes.run_tasks(functools.partial(stages.run_task, stage), todo, workers, on_done, where=stages.work)
 
 
 def _submit(config: TokenizationConfig, stages: DedupStages, metadata: DumpsFolder) -> None:

@@ -128,9 +128,6 @@ class SkippedFile:
     """In few words, for counting."""
 
 
-_COUNTS = ("rows", "documents", "empty_documents", "null_documents", "losses")
-
-
 @dataclass(kw_only=True)
 class TaskRecord:
     """Result of one task; `tokens` is 0 if it has no shard."""
@@ -172,13 +169,6 @@ class TaskRecord:
     started: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
-
-    def counts(self) -> dict[str, Any]:
-        """Return the counts of documents and losses, for `restore`."""
-        return {name: getattr(self, name) for name in _COUNTS}
-
-    def restore(self, counts: Mapping[str, Any]) -> None:
-        vars(self).update(counts)
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
@@ -428,15 +418,11 @@ def read_exclusions(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if file.suffix == ".parquet":
             from pyarrow.parquet import ParquetFile  # on demand: most have none
 
-            with ParquetFile(file) as table:
-                for batch in table.iter_batches(100):
-                    for row in batch.to_pylist():
-                        texts = {name: json.loads(row[name]) for name in ("scores", "metadata")}
-                        yield file.stem, row | texts
+            for batch in ParquetFile(file).iter_batches(100):
+                yield from ((file.stem, row | {"scores": json.loads(row["scores"])}) for row in batch.to_pylist())
         else:
             with gzip.open(file, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    yield file.name.removesuffix(".jsonl.gz"), json.loads(line)
+                yield from ((file.name.removesuffix(".jsonl.gz"), json.loads(line)) for line in lines)
 
 
 def shard_name(rank: int) -> str:

@@ -18,7 +18,7 @@ import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -257,7 +257,17 @@ class _Step:
                 np.random.seed(seed)
 
 
-class ShardSteps:
+class ExclusionWriter:
+    """What a filter of datatrove enters, and gives the documents that it drops: the file stays open until all end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends."""
+
+
+class ShardSteps(ExclusionWriter):
     """The steps of one shard, and its file of dropped documents."""
 
     def __init__(self, options: TokenizeOptions, *, output: str, shard: str, last: Sequence[Any] = ()) -> None:
@@ -348,14 +358,6 @@ class ShardSteps:
             place = {"id": refused.id, "file": self.file, "row": row, "step": step.name, "reason": reason}
             self._lines.write(exclusion_line(refused, before, place))
         return found
-
-    # a filter of datatrove enters its exclusion writer, and gives it the document that it drops
-
-    def __enter__(self) -> ShardSteps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing ends: the file is open for the whole shard."""
 
     def write(self, document: Any, rank: int = 0) -> None:
         """Take the document that a filter drops."""
