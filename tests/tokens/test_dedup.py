@@ -472,6 +472,12 @@ def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: 
     with pytest.raises(InputError, match="stage clusters needs about") as two:
         check_memory(stages, "clusters", least + 240 * (sum(sizes[:2]) // 8))
     assert str(two.value.hint).startswith("dedup.minhash.num_buckets: 2 fits")
+    stages = DedupStages(place.config("cut", sentences=PARAGRAPHS))
+    largest = max(len(file.read_text().splitlines()) for file in place.data.iterdir())  # a paragraph each
+    assert least + 50 * largest <= check_memory(stages, "sentences", 1 << 40) < least + 50 * 120
+    with pytest.raises(InputError, match="stage kept needs about") as three:
+        check_memory(stages, "kept", least + 50 * 30)
+    assert re.match("tasks: [4-9] fits", str(three.value.hint))
     monkeypatch.setattr(dedup_jobs, "node_memory", lambda: least - 1)
     with pytest.raises(InputError, match="stage documents needs"):
         deduplicate(place.config("small"), wait=True)
