@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs/how-to/clean.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_the_commands_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (settings,), (program,), (commands,), (says,) = (blocks(kind, PAGE) for kind in ("yaml", "python", "bash", "text"))
     assert PAGE.count("```") == 8
     project = tmp_path / "p"
@@ -30,6 +30,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     texts[1] = texts[1].replace(".", f" {question['query']} {question['text']} and so on.", 1)
     texts[2] = texts[0].replace("the", "a", 1)
     texts[3] = "un renard et un chien"
+    texts[5] += "\n" + texts[4].split("\n")[7]
     for number, part in enumerate((texts[:100], [texts[0], *texts[100:]])):
         file = project / f"data/crawl/part-{number}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,4 +54,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     shown = re.sub(r" \(\d+% of the bytes\)", "", done.stdout)
     steps = "lambda 201 in, 200 out; c4_paragraph 200 in, 200 out; decontamination 200 in, 199 out"
     assert f"dedup documents: 2/2 tasks; documents: {steps}" in shown
-    assert "dedup kept: 2/2 tasks; documents: exact 199 in, 198 out; minhash 198 in, 197 out" in done.stdout
+    kept = "exact 199 in, 198 out; minhash 198 in, 197 out; sentences 197 in, 197 out"
+    assert f"dedup kept: 2/2 tasks; documents: {kept}" in shown
+    assert main(["data", "why", "part-0.jsonl/5", str(project / "data/clean")]) == 0
+    assert "part-0.jsonl/5: cut by sentences: sentences that another document has" in capsys.readouterr().out

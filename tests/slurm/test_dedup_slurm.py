@@ -14,7 +14,7 @@ import pytest
 from relayrun.tokens.curate.dedup_jobs import deduplicate
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
-from tests.tokens.test_dedup import documents
+from tests.tokens.test_dedup import PARAGRAPHS, documents, parts
 
 from .cluster import TestCluster
 
@@ -41,6 +41,7 @@ def make_config(folder: Path, name: str, **given: Any) -> Path:
         "output_folder": f"{folder}/{name}",
         "language": "own_words.Words",
         "minhash": {"n_grams": 3, "num_buckets": 4},
+        "sentences": PARAGRAPHS,
     }
     job = {"time": 5, "partition": "debug", "setup": [f"export PYTHONPATH='{folder}'"]}
     values |= {"job": job, "dedup": section, **given}
@@ -53,7 +54,7 @@ def make_config(folder: Path, name: str, **given: Any) -> Path:
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_words.py").write_text(WORDS)
     monkeypatch.syspath_prepend(tmp_path)
-    rows = documents(number=400)
+    rows = documents(number=300) + parts("\n", 100)
     (tmp_path / "data").mkdir()
     for number in range(6):
         lines = "".join(json.dumps(row) + "\n" for row in rows[number::6])

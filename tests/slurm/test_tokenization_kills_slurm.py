@@ -190,7 +190,7 @@ def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_compl
     both = Blocked(cluster, dataset, "killed")
     for settings in both.settings.values():
         for dump in read_status(settings.metadata_folder):
-            assert (dump.state, dump.shards, len(dump.running)) == ("running", 1, 1)
+            assert (dump.state, len(dump.finished), len(dump.running)) == ("running", 1, 1)
             assert dump.nodes in {f"n{number}" for number in range(2 * DUMPS)}
     cluster.run(["scancel", "--signal=KILL", *both.all])
     gone = lambda: not any(processes(cluster, job) for job in both.all)  # noqa: E731

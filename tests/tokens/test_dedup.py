@@ -9,6 +9,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils import word_tokenizers
 from datatrove.utils.hashing import HashConfig, create_hash_func
+from datatrove.utils.text import TextNormConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from relayrun.cli import main
@@ -58,6 +61,20 @@ class Words(WordTokenizer):  # type: ignore[misc]
         return [(0, len(text))]
 
 
+class NoSentences(Words):
+    sent_tokenize = span_tokenize = None  # type: ignore[assignment]
+
+
+class Sentences(Words):
+    """Sentences end with a point."""
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        return [sentence.strip() for sentence in text.split(".") if sentence.strip()]
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        return [match.span() for match in re.finditer(r"[^.\s][^.]*\.?", text)]
+
+
 def is_long(document: Any) -> bool:
     return len(document.text.split()) > 8
 
@@ -81,6 +98,23 @@ def documents(seed: int = 0, number: int = 120) -> list[dict[str, Any]]:
     return found
 
 
+def parts(joint: str, number: int = 90) -> list[dict[str, Any]]:
+    """Documents of up to 12 sentences or paragraphs, of which many stand in several of them."""
+    generator = random.Random(1)
+    words = ["".join(generator.choices("abcdefghij", k=5)) for _ in range(400)]
+    known = [" ".join(generator.choices(words, k=generator.randint(2, 9))) for _ in range(60)]
+    found = []
+    for row in range(number):
+        new = [" ".join(generator.choices(words, k=6)) for _ in range(generator.randint(1, 12))]
+        start = generator.randrange(55)
+        for _ in range(generator.choice((0, 0, 1, 2))):
+            new[(place := generator.randrange(len(new))) : place] = known[start : start + generator.randint(1, 5)]
+        found.append({"text": joint.join(new), "id": f"p{row}", "size": row})
+    found[7]["text"] = joint.join(known[:4])
+    found[8]["text"] = joint.join(known[:4])
+    return found
+
+
 EVALUATION = {"text": "It is Uranus!", "query": "What is the seventh planet of the sun called?"}
 
 
@@ -101,11 +135,11 @@ class Place:
         (self.data / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def config(
-        self, out: str = "out", *, tasks: int = 3, pipeline: tuple[Any, ...] = (), **given: Any
+        self, out: str = "out", *, tasks: int = 3, pipeline: tuple[Any, ...] = (), workers: int = 1, **given: Any
     ) -> TokenizationConfig:
         section = {"output_folder": f"{self.folder}/{out}", "language": f"{HERE}.Words", "minhash": MINHASH, **given}
         file = self.folder / f"{out}.yaml"
-        values: dict[str, Any] = {"tokenizer_name": "t", "dataset_name": "d", "executor": "local", "workers": 1}
+        values: dict[str, Any] = {"tokenizer_name": "t", "dataset_name": "d", "executor": "local", "workers": workers}
         places = {"tokenizer": "tok", "metadata_folder": "meta", "output_folder": "tokens", "logs": "logs"}
         values |= {name: f"{self.folder}/{place}" for name, place in places.items()} | {"tasks": tasks}
         file.write_text(json.dumps(values | {"pipeline": list(pipeline), "dedup": section}))
@@ -124,7 +158,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, documents())
 
 
-def theirs(place: Place, tasks: int, *, exact: bool, minhash: bool) -> dict[str, bytes]:
+def theirs(
+    place: Place, tasks: int, *, exact: bool = False, minhash: bool = False, sentences: dict[str, Any] | None = None
+) -> dict[str, bytes]:
     """What datatrove's own pipelines keep, each stage run by its executor."""
     folder = place.folder / "theirs"
     ours = dedup.MinhashConfig(**MINHASH, hash_config=SHA1)
@@ -152,8 +188,16 @@ def theirs(place: Place, tasks: int, *, exact: bool, minhash: bool) -> dict[str,
         run("2", ours.num_buckets, dedup.MinhashDedupBuckets(*places[:2], config=ours))
         run("3", 1, dedup.MinhashDedupCluster(*places[1:], ours))
         run("4", tasks, read(source), dedup.MinhashDedupFilter(places[2]), write("minhash"))
-    last = folder / ("minhash" if minhash else "exact")
-    return {f"{file.name}.gz": file.read_bytes() for file in sorted(last.iterdir())}
+        source = str(folder / "minhash")
+    if sentences is not None:
+        config = dedup.SentDedupConfig(**sentences, hash_config=SHA1)
+        places = [str(folder / name) for name in ("sentences", "repeated")]
+        run("5", tasks, read(source), dedup.SentenceDedupSignature(places[0], tasks, config, Sentences()))
+        run("6", tasks, dedup.SentenceFindDedups(*places, config=config))
+        block = dedup.SentenceDedupFilter(places[1], config, write("removed"), Sentences())
+        run("7", tasks, read(source), block, write("cut"))
+        source = str(folder / "cut")
+    return {f"{file.name}.gz": file.read_bytes() for file in sorted(Path(source).iterdir())}
 
 
 @pytest.mark.parametrize("tasks", [1, 3, 4])
@@ -164,6 +208,75 @@ def test_the_documents_are_those_of_datatroves_own_pipelines(
     deduplicate(place.config(tasks=tasks, exact=exact, minhash=MINHASH if minhash else None), wait=True)
     assert place.kept() == theirs(place, tasks, exact=exact, minhash=minhash)
     assert 30 < sum(content.count(b"\n") for content in place.kept().values()) < 110
+
+
+PARAGRAPHS = {"n_sentences": 1, "split_sentences": False, "min_doc_words": 8, "min_num_sentences": 0}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize(
+    ("joint", "given"),
+    [
+        ("\n", PARAGRAPHS),
+        ("\n", {**PARAGRAPHS, "n_sentences": 2, "min_words_to_remove_span": 12}),
+        (". ", {"min_doc_words": 20}),
+        (". ", {"n_sentences": 1, "min_doc_words": 0, "norm_config": {"lowercase": False}, "min_num_sentences": 2}),
+    ],
+)
+def test_sentences_and_paragraphs_are_those_of_datatroves_own_pipelines(
+    tmp_path: Path,
+    joint: str,
+    given: dict[str, Any],
+    tasks: int,
+    before: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = parts(joint)
+    place = Place(tmp_path, rows)
+    minhash = MINHASH if before else None
+    config = place.config(tasks=tasks, exact=before, minhash=minhash, sentences=given, language=f"{HERE}.Sentences")
+    deduplicate(config, wait=True)
+    named = {**given, **({"norm_config": TextNormConfig(lowercase=False)} if "norm_config" in given else {})}
+    assert place.kept() == theirs(place, tasks, exact=before, minhash=before, sentences=named)
+    lines = [json.loads(line) for content in place.kept().values() for line in content.splitlines()]
+    texts, source = {line["id"]: line["text"] for line in lines}, {row["id"]: row["text"] for row in rows}
+    changed = {name for name in texts if texts[name] != source[name]}
+    files = (place.folder / "out").glob("**/kept/exclusions/*.jsonl.gz")
+    written = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    mine = [line for line in written if line["step"] == "sentences"]
+    others = [
+        json.loads(line) for file in (tmp_path / "theirs/removed").iterdir() for line in file.read_text().splitlines()
+    ]
+    assert {line["id"]: line["text"] for line in mine} == {line["id"]: line["text"] for line in others}
+    assert {line["id"] for line in mine if line.get("cut")} == changed
+    assert {line["id"] for line in written if not line.get("cut")} == set(source) - set(texts)
+    assert all(source[line["id"]] == re.sub("(>>>|<<<)(\n|)", "", line["text"]) for line in mine) or joint == "\n"
+    assert len(changed) > 5
+    one = min(changed)
+    assert main(["data", "why", one, str(place.folder / "out")]) == 0
+    assert f"{one}: cut by sentences: sentences that another document has" in capsys.readouterr().out
+    records = [json.loads(file.read_text()) for file in (place.folder / "out/_dedup/records").glob("kept-*")]
+    counts = [record["steps"][-1] for record in records]
+    assert sum(each["cut"] for each in counts) == len(changed)
+    assert sum(each["out"] for each in counts) == len(texts)
+    assert sum(each["bytes_out"] for each in counts) == sum(len(text.encode()) for text in texts.values())
+    assert re.search(
+        r"dedup kept: \d/\d tasks; .*sentences \d+ in, \d+ out \(", "\n".join(dedup_status(tmp_path / "meta"))
+    )
+
+
+def test_a_document_of_more_parts_than_datatrove_counts_is_deduplicated_to_the_last_that_it_does(
+    tmp_path: Path,
+) -> None:
+    lines = [f"{number}" for number in range(70_000)]
+    rows = [{"text": "\n".join(lines), "id": "long"}, {"text": "3\n65535\n65536\n69999\nend", "id": "short"}]
+    place = Place(tmp_path, rows, files=1)
+    norm = {"norm_numbers": False}
+    given = {"n_sentences": 1, "split_sentences": False, "min_doc_words": 0, "min_num_sentences": 0}
+    deduplicate(place.config(tasks=1, exact=False, minhash=None, sentences={**given, "norm_config": norm}), wait=True)
+    texts = [json.loads(line)["text"] for line in place.kept()["00000.jsonl.gz"].splitlines()]
+    assert texts == [rows[0]["text"], "65536\n69999\nend"]
 
 
 def test_documents_that_share_an_ngram_with_an_evaluation_are_dropped(place: Place) -> None:
@@ -327,6 +440,25 @@ def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(t
     assert len(codes) > 5
 
 
+FORKS = """
+import sys
+from relayrun.cli import main
+from relayrun.tokens.tokenize import processes
+
+known = processes._has_one_thread
+processes._has_one_thread = lambda: print("forks", found := known()) or found
+sys.exit(main(["dumps", "dedup", sys.argv[1]]))
+"""
+
+
+def test_workers_of_all_stages_are_forks(place: Place) -> None:
+    """A worker that is spawned imports everything again: datatrove's blocks start threads, also for a single task."""
+    place.config(workers=2)
+    run = subprocess.run([sys.executable, "-c", FORKS, f"{place.folder}/out.yaml"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if line.startswith("forks")] == ["forks True"] * 6
+
+
 def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = DedupStages(place.config())
     least = dedup_jobs._PROCESS_BYTES
@@ -340,6 +472,12 @@ def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: 
     with pytest.raises(InputError, match="stage clusters needs about") as two:
         check_memory(stages, "clusters", least + 240 * (sum(sizes[:2]) // 8))
     assert str(two.value.hint).startswith("dedup.minhash.num_buckets: 2 fits")
+    stages = DedupStages(place.config("cut", sentences=PARAGRAPHS))
+    largest = max(len(file.read_text().splitlines()) for file in place.data.iterdir())  # a paragraph each
+    assert least + 50 * largest <= check_memory(stages, "sentences", 1 << 40) < least + 50 * 120
+    with pytest.raises(InputError, match="stage kept needs about") as three:
+        check_memory(stages, "kept", least + 50 * 30)
+    assert re.match("tasks: [4-9] fits", str(three.value.hint))
     monkeypatch.setattr(dedup_jobs, "node_memory", lambda: least - 1)
     with pytest.raises(InputError, match="stage documents needs"):
         deduplicate(place.config("small"), wait=True)
@@ -353,6 +491,10 @@ def test_too_little_memory_is_refused_with_what_fits(place: Place, monkeypatch: 
         ({"minhash": {"n_grams": "five"}}, "dedup.minhash: Input should be a valid integer"),
         ({"minhash": {"hash_config": {"precission": 32}}}, "unknown argument; did you mean 'precision'?"),
         ({"decontamination": {"find_overlap": True}}, "did you mean 'find_overlap_ngrams'"),
+        ({"sentences": {"n_sentence": 1}}, "dedup.sentences: unknown argument; did you mean 'n_sentences', 'min_num"),
+        ({"sentences": {"n_sentences": 0}}, "dedup.sentences: n_sentences is at least 1"),
+        ({"minhash": {"hashes_per_bucket": 0}}, "dedup.minhash: hashes_per_bucket is at least 1"),
+        ({"sentences": {}, "language": f"{HERE}.NoSentences"}, "dedup.language: NoSentences has no function sent_tok"),
         ({"language": "klingon"}, "dedup.language: Language 'klingon' doesn't have a tokenizer"),
         pytest.param(
             {"language": "ka"},

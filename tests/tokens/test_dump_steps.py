@@ -22,9 +22,9 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.filters import c4_filters, unigram_log_probs
+from datatrove.pipeline.filters import LambdaFilter, c4_filters, unigram_log_probs
 from datatrove.pipeline.readers import JsonlReader
-from datatrove.pipeline.writers import JsonlWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.utils import word_tokenizers
 from datatrove.utils.word_tokenizers import WordTokenizer
 from tokenizers import Tokenizer
@@ -166,7 +166,7 @@ def test_dropped_documents_have_their_reason_and_a_shard_of_other_steps_is_refus
         }
     ]
     assert place.run([f"{HERE}.Upper"]).tasks_run == 0
-    with pytest.raises(InputError, match="another choice of pipeline"):
+    with pytest.raises(InputError, match="another choice of exclusions, pipeline"):
         place.run([])
 
 
@@ -178,6 +178,65 @@ def test_a_damaged_file_of_dropped_documents_is_made_again(place: Workplace) -> 
     (place.folder / "out/exclusions/00002_tokens.jsonl.gz").unlink()
     assert place.run(steps).tasks_run == 2
     assert place.bytes("out") == files
+
+
+def is_even_by_number(document: Document) -> tuple[bool, str] | bool:
+    return is_even(document) or (False, f"{document.metadata['number']} is odd")
+
+
+def test_dropped_documents_as_parquet_are_the_rows_of_datatroves_writer(
+    place: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"document {row}", "id": f"d{row}", "number": row, "url": f"http://{row}"} for row in range(2500)]
+    (place.data / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place.write_paths(["1.jsonl"])
+    steps = [{"lambda": {"filter_function": f"{HERE}.is_even_by_number"}}]
+    place.run(steps, "lines")
+    place.run(steps, exclusions="parquet")
+    table = pq.read_table(place.folder / "out/exclusions/00000_tokens.parquet").to_pylist()
+    mine = [{**row, "metadata": json.loads(row["metadata"]), "scores": json.loads(row["scores"])} for row in table]
+    assert mine == [{**line, "cut": None} for line in place.dropped("lines")]
+    folder = place.folder / "theirs"
+    writer = ParquetWriter(str(folder / "removed"), max_file_size=-1)
+    theirs = [
+        JsonlReader(str(place.data), paths_file=str(place.folder / "paths"), add_file_path=False),
+        LambdaFilter(is_even_by_number, exclusion_writer=writer),
+    ]
+    LocalPipelineExecutor(theirs, tasks=1, workers=1, logging_dir=str(folder / "logs")).run()
+    removed = pq.read_table(folder / "removed").to_pylist()
+    found = [{name: row[name] for name in ("text", "id")} | {"metadata": row["metadata"]} for row in mine]
+    assert [
+        {**row, "metadata": {**row["metadata"], "filter_reason": reason}}
+        for row, reason in zip(found, (row["reason"] for row in mine), strict=True)
+    ] == removed
+    assert len(removed) == 1250
+    assert main(["data", "why", "d7", str(place.folder / "out")]) == 0
+    assert "d7: dropped by lambda: 7 is odd (row 7 of 1.jsonl, shard 00000_tokens)" in capsys.readouterr().out
+    assert place.run(steps, exclusions="parquet").tasks_run == 0
+    before = place.bytes("out")
+    (place.folder / "out/exclusions/00000_tokens.parquet").write_bytes(b"torn")
+    assert place.run(steps, exclusions="parquet").tasks_run == 1
+    assert place.bytes("out") == before
+    with pytest.raises(InputError, match="another choice of exclusions"):
+        place.run(steps)
+
+
+def test_a_file_that_is_left_out_leaves_no_row_in_a_table_of_dropped_documents(place: Workplace) -> None:
+    """Nor does text that UTF-8 lacks, in columns and in a name of a file."""
+    name = os.fsdecode(b"n\xff.jsonl")
+    lines = ['{"text": "a 1", "id": "i\\udfff", "url": "\\ud800"}', '{"text": "a 1"}', '{"text": "a 2"}']
+    (place.data / name).write_text("\n".join(lines))
+    (place.data / "2.jsonl").write_text('{"text": "b 1"}\nno json\n')
+    place.write_paths(["2.jsonl", "0.jsonl"])
+    (place.folder / "paths").write_bytes(b"2.jsonl\nn\xff.jsonl\n0.jsonl\n")
+    steps = [{"lambda": {"filter_function": f"{HERE}.is_even"}}]
+    place.run(steps, tasks=1, on_error="skip-line", exclusions="parquet")
+    table = pq.read_table(place.folder / "out/exclusions/00000_tokens.parquet").to_pylist()
+    assert [row["file"] for row in table][:2] == ["2.jsonl", "n\\udcff.jsonl"]
+    place.run(steps, "again", tasks=1, on_error="skip-file", exclusions="parquet")
+    table = pq.read_table(place.folder / "again/exclusions/00000_tokens.parquet").to_pylist()
+    assert {row["file"] for row in table} == {"0.jsonl", "n\\udcff.jsonl"}
+    assert next((row["id"], json.loads(row["metadata"])) for row in table) == ("i\\udfff", {"url": "\ud800"})
 
 
 def test_random_numbers_come_from_the_document(place: Workplace) -> None:
@@ -414,29 +473,32 @@ assert not [name for name in sys.modules if name.startswith("datatrove")]
     assert "pipeline" not in place.record()["settings"]
 
 
-def die_at(call: int, place: Workplace, steps: list[Any], out: str) -> None:
+def die_at(call: int, place: Workplace, steps: list[Any], out: str, form: str) -> None:
     """Run, and be killed at this call of a function that changes files."""
     kill = KillAtCall(call)
     kill.count(os, "replace", "fsync", "unlink")
     kill.count(gzip.GzipFile, "write", "close")
-    place.run(steps, out)
+    place.run(steps, out, exclusions=form)
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["jsonl.gz", "parquet"])
+def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(tmp_path: Path, form: str) -> None:
     place = Workplace(tmp_path, [[f"document {file} {row}" for row in range(6)] for file in range(2)])
     steps: list[Any] = [{"sampler": {"rate": 0.7}}, {"lambda": {"filter_function": f"{HERE}.keeps_half"}}, "pii"]
-    place.run(steps, "undisturbed")
+    place.run(steps, "undisturbed", exclusions=form)
     whole = place.bytes("undisturbed")
     codes = []
     for call in range(1, 200, 5):
-        killed = multiprocessing.get_context("fork").Process(target=die_at, args=(call, place, steps, f"out{call}"))
+        killed = multiprocessing.get_context("fork").Process(
+            target=die_at, args=(call, place, steps, f"out{call}", form)
+        )
         killed.start()
         killed.join(60)
         codes.append(killed.exitcode)
         if not killed.exitcode:
             break
-        place.run(steps, f"out{call}")
+        place.run(steps, f"out{call}", exclusions=form)
         assert place.bytes(f"out{call}") == whole, call
         assert not [*(tmp_path / f"out{call}").rglob("*tmp*")], call
     assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]

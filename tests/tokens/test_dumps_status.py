@@ -47,8 +47,8 @@ def test_the_table_says_what_is_done_and_what_is_not(
 ) -> None:
     row = tokenize_dump(settings, 1)
     waiting, done = read_status(settings.metadata_folder)
-    assert (waiting.state, waiting.shards, waiting.of) == ("waiting", 0, 0)
-    assert (done.state, done.shards, done.of, done.tokens) == ("done", 1, 1, row["total_tokens_processed"])
+    assert (waiting.state, len(waiting.finished), waiting.of) == ("waiting", 0, 0)
+    assert (done.state, len(done.finished), done.of, done.tokens) == ("done", 1, 1, row["total_tokens_processed"])
     assert done.core_rate > 0
     assert done.node_rate == pytest.approx(done.core_rate)  # of one worker
     assert not (settings.dump_output(1) / PROGRESS_FOLDER).exists()

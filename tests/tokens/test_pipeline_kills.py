@@ -18,7 +18,7 @@ import pytest
 
 from relayrun.tokens.curate.dedup_jobs import deduplicate
 from tests.tokens.test_dedup import HERE as DEDUP
-from tests.tokens.test_dedup import Place, documents
+from tests.tokens.test_dedup import PARAGRAPHS, Place, documents, parts
 from tests.tokens.test_dump_steps import HERE as STEPS
 from tests.tokens.test_dump_steps import Workplace
 from tests.waiting import wait_for
@@ -58,16 +58,16 @@ class Steps:
 
 
 class Stages:
-    """All seven stages on two processes, behind a step."""
+    """All nine stages on two processes, behind a step, with parquet of dropped documents."""
 
     def __init__(self, folder: Path) -> None:
-        self.place = Place(folder, documents(number=400), files=5)
+        self.place = Place(folder, documents(number=300) + parts("\n", 100), files=5)
 
     def run(self, out: str) -> None:
-        evaluations = {"evaluations": f"{self.place.folder}/evaluations", "decontamination": {"n_grams": 5}}
+        given = {"evaluations": f"{self.place.folder}/evaluations", "decontamination": {"n_grams": 5}}
         steps = ({"lambda": {"filter_function": f"{DEDUP}.is_long"}},)
-        config = self.place.config(out, tasks=4, pipeline=steps, **evaluations)
-        deduplicate(config.model_copy(update={"workers": 2}), wait=True)
+        config = self.place.config(out, tasks=4, workers=2, pipeline=steps, sentences=PARAGRAPHS, **given)
+        deduplicate(config.model_copy(update={"exclusions": "parquet"}), wait=True)
 
     def content(self, out: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -135,6 +135,7 @@ def test_kills_at_random_moments_leave_the_same_bytes(
     finish(work, "undisturbed")
     seconds, whole, folders = time.monotonic() - started, work.content("undisturbed"), 0
     assert len(whole) > 12
+    assert kind is Steps or any("repeated" in name and name.endswith(".c4_dup") for name in whole)
     while len(killed) < kills:
         out = f"out{folders}"
         folders += 1

@@ -23,7 +23,7 @@ from relayrun.submit.check.findings import CheckFinding
 from relayrun.submit.check.report_text import print_findings
 from relayrun.terminal import format_table
 from relayrun.tokens.tokenize import dump_status
-from relayrun.tokens.tokenize.shard_folder import RunningTask
+from relayrun.tokens.tokenize.shard_folder import RunningTask, SkippedFile, TaskRecord
 from relayrun.watch.status import queue
 from tests.accounted import make_accounted
 from tests.pictured import make_pictured
@@ -107,15 +107,20 @@ def dump(index: int, **values: object) -> dump_status.DumpStatus:
     )
     fields: dict[str, object] = {
         "state": "running",
-        "shards": 118,
         "of": 128,
+        "bytes": 9 << 40,
         "running": (task,),
         "silent": (),
         "error": None,
     }
-    fields |= {"finished_tokens": 1_234_567_890_123, "finished_bytes": 4 << 40, "bytes": 9 << 40}
-    fields |= {"worker_seconds": 1e6, "busy_seconds": 1e5}
-    fields |= {"skipped": ("f: torn",) * 12, "bad_lines": {"not JSON": 12_345}}
+    first = TaskRecord(
+        inputs=[("f", 4 << 40, 0)],
+        tokens=1_234_567_890_123,
+        seconds=1e6,
+        skipped=[SkippedFile(file="f", error="f: torn")] * 12,
+        bad_lines={"not JSON": 12_345},
+    )
+    fields["finished"] = (first, *[TaskRecord(inputs=[])] * 117)
     return dump_status.DumpStatus(index=index, **fields | values)  # type: ignore[arg-type]
 
 

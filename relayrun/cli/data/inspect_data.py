@@ -8,7 +8,6 @@ lengths of folders of text. `why` prints which step dropped a document.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
 import sys
@@ -28,6 +27,7 @@ from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.tokens.tokenize.shard_folder import read_exclusions
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -184,15 +184,14 @@ def run_overlap(options: argparse.Namespace) -> int:
 def run_why_dropped(options: argparse.Namespace) -> int:
     """Print why steps dropped a document. Returns 1 if they did not drop it here."""
     seen = found = 0
-    for file in sorted(options.folder.glob("**/exclusions/*.jsonl.gz")):
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
-            for record in map(json.loads, lines):
-                seen += 1
-                if options.document in (record["id"], f"{record['file']}/{record['row']}"):
-                    found += 1
-                    scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
-                    place = f"row {record['row']} of {record['file']}, shard {file.name.removesuffix('.jsonl.gz')}"
-                    print(f"{record['id']}: dropped by {record['step']}: {record['reason']}{scores} ({place})")
+    for shard, record in read_exclusions(options.folder):
+        seen += 1
+        if options.document in (record["id"], f"{record['file']}/{record['row']}"):
+            found += 1
+            scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
+            what = "cut" if record.get("cut") else "dropped"
+            place = f"row {record['row']} of {record['file']}, shard {shard}"
+            print(f"{record['id']}: {what} by {record['step']}: {record['reason']}{scores} ({place})")
     if not found:
         print(f"{options.document} is not among the {seen:,} dropped documents of {options.folder}")
     return 0 if found else 1

@@ -6,6 +6,8 @@
     signatures   MinHash signatures of what the exact stage leaves                  `tasks`
     buckets      pairs of documents with an equal part of their signatures          `minhash.num_buckets`
     clusters     the documents to remove                                            1
+    sentences    hashes of the sentences or paragraphs of what these leave          `tasks`
+    repeated     sentences with equal hashes, by ranges of the hash                 `tasks`
     kept         the documents that stay, as .jsonl.gz in the output folder         `tasks`
 
 The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
@@ -47,11 +49,20 @@ from relayrun.tokens.tokenize.dumps import DEDUP_WORK as WORK
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.shard_folder import exclusion_file
-from relayrun.tokens.tokenize.step_task import DocumentRows, JsonLines, ShardSteps, exclusion_line, read_texts
+from relayrun.tokens.tokenize.step_task import (
+    DocumentRows,
+    ExclusionWriter,
+    JsonLines,
+    ShardSteps,
+    exclusion_line,
+    read_texts,
+)
 from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
 
 _CLUSTER_SIZE = "minhash_cluster_size"
 _SAME = "same text as another document"
+_CUT, _SHORT = "sentences that another document has", "too little is left without sentences that another document has"
+_SENTENCES = 1 << 16
 _LINES = 1000
 """Signatures and pairs read at a time; datatrove reads 5."""
 
@@ -79,28 +90,41 @@ def _read(file: Path) -> Iterator[Any]:
             yield document
 
 
-class _Dropped:
-    """The exclusion writer of a block of datatrove."""
+class _Passage(ExclusionWriter):
+    """The exclusion writer of a block of datatrove, and the counts of what passes the block."""
 
-    def __init__(self, lines: JsonLines, step: str, reason: str) -> None:
+    def __init__(self, lines: JsonLines | None, step: str, reason: str) -> None:
         self._lines, self._place = lines, {"step": step, "reason": reason}
+        self.counts: dict[str, Any] = {"step": step, "in": 0, "out": 0, "bytes_in": 0, "bytes_out": 0, "cut": 0}
 
-    def __enter__(self) -> _Dropped:
-        return self
+    def through(self, block: Any, documents: Iterator[Any], task: int) -> Iterator[Any]:
+        """Return what a block leaves of the documents."""
+        return self._count(block.run(self._count(documents, "in"), task), "out")
 
-    def __exit__(self, *_: object) -> None:
-        """The file is open for the whole task."""
+    def _count(self, documents: Iterator[Any], way: str) -> Iterator[Any]:
+        for self._document in documents:
+            self._document.metadata.pop(_CLUSTER_SIZE, None)
+            self.counts[way] += 1
+            self.counts[f"bytes_{way}"] += len(self._document.text.encode())
+            yield self._document
 
     def write(self, document: Any, rank: int = 0) -> None:
-        """Take the document that the block drops."""
-        before = {name: value for name, value in document.metadata.items() if name != _CLUSTER_SIZE}
-        self._lines.write(exclusion_line(document, before, {"id": document.id, **document.place, **self._place}))
+        """Take the document that the block drops, or a copy of one that it cuts, with marks at the cuts."""
+        cut = {} if document is self._document else {"cut": True, "reason": _CUT}
+        self.counts["cut"] += bool(cut)
+        if self._lines is not None:
+            before = {name: value for name, value in document.metadata.items() if name != _CLUSTER_SIZE}
+            place = {"id": document.id, **self._document.place, **self._place, **cut}
+            self._lines.write(exclusion_line(document, before, place))
 
 
 def _parameters(cls: Any, given: Mapping[str, Any] | None) -> Any:
     """Return datatrove's parameters. Text is hashed by sha1, as FineWeb's is: xxhash 4 takes bytes alone."""
     config = build_config(cls, {"hash_config": {"hash_fc": "sha1"}} | dict(given or {}))
     create_hash_func(config.hash_config)("text")
+    for name in ("n_sentences", "n_grams", "num_buckets", "hashes_per_bucket"):
+        if getattr(config, name, 1) < 1:
+            raise InputError(f"{name} is at least 1")
     return config
 
 
@@ -120,25 +144,33 @@ class DedupStages:
         self._records = self.work / "records"
         self.minhash = self._made("minhash", functools.partial(_parameters, dedup.MinhashConfig))
         self.ngrams = self._made("decontamination", functools.partial(_parameters, decont.NGramsDecontConfig))
+        self.sentences = self._made("sentences", functools.partial(_parameters, dedup.SentDedupConfig))
         self._exact = dedup.ExactDedupConfig(content_getter=_text, hash_config=HashConfig(hash_fc="sha1"))
         exact, minhash = self.settings.exact, self.settings.minhash is not None
+        sentences = self.settings.sentences is not None
         index, self.tasks = self.settings.evaluations is not None, min(settings.tasks, len(self.files))
-        if minhash or index:
-            self._made("language", find_word_tokenizer)
+        if minhash or index or sentences:
+            splits = sentences and (self.sentences.split_sentences or self.sentences.min_num_sentences > 0)
+            self._made("language", functools.partial(find_word_tokenizer, sentences=splits))
         numbers = {"evaluations": int(index), "documents": self.tasks, "exact": exact * self.tasks}
         numbers |= {"signatures": minhash * self.tasks, "buckets": minhash * self.minhash.num_buckets}
-        numbers |= {"clusters": int(minhash), "kept": self.tasks}
+        numbers |= {"clusters": int(minhash), "sentences": sentences * self.tasks}
+        numbers |= {"repeated": sentences * self.tasks, "kept": self.tasks}
         self.stages = {name: number for name, number in numbers.items() if number}
         """Tasks of each stage, in order."""
 
     def _words(self) -> Any:  # not an attribute: some have a large model, and tasks are sent to processes
         return find_word_tokenizer(self.settings.language)
 
+    def count_parts(self, text: str) -> int:
+        """Return the number of sentences or paragraphs of a text."""
+        return len(self._words().sent_tokenize(text) if self.sentences.split_sentences else text.splitlines())
+
     def _made(self, name: str, make: Callable[[Any], Any]) -> Any:
         """Return what datatrove makes of a setting. Raises InputError."""
         try:
             return make(getattr(self.settings, name))
-        except (InputError, ImportError, TypeError, ValueError) as error:
+        except (InputError, ImportError, OSError, TypeError, ValueError) as error:
             raise InputError(getattr(error, "message", str(error)), where=f"dedup.{name}") from None
 
     def _evaluations(self) -> list[str]:
@@ -157,7 +189,7 @@ class DedupStages:
         """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
         options, file = self.options, self.work / "settings.json"
         now = self.settings.model_dump(exclude={"output_folder"}) | describe_steps(options.pipeline, options.reader)
-        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks")}
+        now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks", "exclusions")}
         now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
         before = read_json(file) if file.exists() else now
         if different := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
@@ -197,7 +229,8 @@ class DedupStages:
     def run_task(self, stage: str, task: int) -> dict[str, Any]:
         """Do a task; return its record."""
         logger.disable("datatrove")
-        dedup.minhash.tqdm = dedup.exact_dedup.tqdm = functools.partial(tqdm, disable=True)
+        for module in (dedup.minhash, dedup.exact_dedup, dedup.sentence_dedup):
+            module.tqdm = functools.partial(tqdm, disable=True)
         started = time.time()
         with work_folder(self.work) as folder:
             (folder / WORK / stage).mkdir(parents=True)
@@ -263,17 +296,29 @@ class DedupStages:
         hashes, found = str(self.work / "documents" / "hashes"), str(folder / WORK / "exact")
         dedup.ExactFindDedups(hashes, found, self._exact).run(None, task, self.tasks)
 
-    def _unique(self, task: int, writer: _Dropped | None = None) -> tuple[Iterator[Any], dict[str, Any]]:
-        """Return the documents of a task that the exact stage leaves, and its block; `writer` takes the others."""
+    def _left(
+        self, task: int, until: str, lines: JsonLines | None = None
+    ) -> tuple[Iterator[Any], list[dict[str, Any]]]:
+        """Return the documents of a task that the stages before `until` leave, and their counts; `lines` takes the
+        others."""
+        given, blocks = self.settings, list[Any]()
+        if given.exact:
+            passage = _Passage(lines, "exact", _SAME)
+            blocks.append(dedup.ExactDedupFilter(str(self.work / "exact"), self._exact, passage))
+        if given.minhash is not None and until != "signatures":
+            passage, place = _Passage(lines, "minhash", f"nearly the {_SAME}"), str(self.work / "clusters")
+            blocks.append(dedup.MinhashDedupFilter(place, passage, load_cluster_sizes=True))
+        if given.sentences is not None and until == "kept":
+            passage, place = _Passage(lines, "sentences", _SHORT), str(self.work / "repeated")
+            blocks.append(dedup.SentenceDedupFilter(place, self.sentences, passage, self._words()))
         documents = _read(self.work / "documents" / f"{task:05d}.jsonl.gz")
-        if not self.settings.exact:
-            return documents, {}
-        block = dedup.ExactDedupFilter(str(self.work / "exact"), self._exact, writer)
-        return block.run(documents, task), {"exact": block}
+        for block in blocks:
+            documents = block.exclusion_writer.through(block, documents, task)
+        return documents, [block.exclusion_writer.counts for block in blocks]
 
     def _make_signatures(self, folder: Path, task: int) -> None:
         place = str(folder / WORK / "signatures")
-        dedup.MinhashDedupSignature(place, self.minhash, self._words()).run(self._unique(task)[0], task)
+        dedup.MinhashDedupSignature(place, self.minhash, self._words()).run(self._left(task, "signatures")[0], task)
 
     def _make_buckets(self, folder: Path, task: int) -> None:
         places, config = (str(self.work / "signatures"), str(folder / WORK / "buckets")), self.minhash
@@ -284,18 +329,27 @@ class DedupStages:
         places, config = (str(self.work / "buckets"), str(folder / WORK / "clusters")), self.minhash
         dedup.MinhashDedupCluster(*places, config, save_cluster_size=True, lines_to_buffer=_LINES).run()
 
+    def _make_sentences(self, folder: Path, task: int) -> None:
+        """As the block's `run`, which holds Python's numbers, and has no room for a sentence beyond the 65,536th."""
+        place = str(folder / WORK / "sentences")
+        block = dedup.SentenceDedupSignature(place, self.tasks, self.sentences, self._words())
+        kind = np.dtype([("hash", self.sentences.hash_config.np_descr), ("doc", "<u4"), ("sent", "<u2")])
+        found = [np.empty(0, kind)]
+        for number, document in enumerate(self._left(task, "sentences")[0]):
+            hashes = block.get_hashes(document, number)
+            found.append(np.array([each for each in hashes if each[2] < _SENTENCES], kind))
+        block.save_hashes(task, np.concatenate(found))
+
+    def _make_repeated(self, folder: Path, task: int) -> None:
+        places = str(self.work / "sentences"), str(folder / WORK / "repeated")
+        block = dedup.SentenceFindDedups(*places, config=self.sentences, lines_to_buffer=_LINES)
+        block.run(None, task, self.tasks)
+
     def _make_kept(self, folder: Path, task: int) -> dict[str, Any]:
-        file = exclusion_file(folder / WORK / "kept", f"{task:05d}")
+        file = exclusion_file(folder / WORK / "kept", f"{task:05d}", self.options.exclusions)
         lines, kept = JsonLines(file), JsonLines(folder / f"{task:05d}.jsonl.gz")
         with contextlib.closing(lines), contextlib.closing(kept):
-            documents, blocks = self._unique(task, _Dropped(lines, "exact", _SAME))
-            if self.settings.minhash is not None:
-                writer = _Dropped(lines, "minhash", f"nearly the {_SAME}")
-                block = dedup.MinhashDedupFilter(str(self.work / "clusters"), writer, load_cluster_sizes=True)
-                documents, blocks = block.run(documents, task), blocks | {"minhash": block}
+            documents, counts = self._left(task, "kept", lines)
             for document in documents:
-                document.metadata.pop(_CLUSTER_SIZE, None)
                 kept.write(_line(document))
-        hints = "total", "forwarded"
-        counts = {name: [int(each.stats[hint].total) for hint in hints] for name, each in blocks.items()}
-        return {"steps": [{"step": name, "in": read, "out": left} for name, (read, left) in counts.items()]}
+        return {"steps": counts}

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from relayrun.control.scheduler.factory import slurm_scheduler
@@ -31,11 +32,12 @@ from relayrun.tokens.tokenize.step_task import read_texts
 
 _PROCESS_BYTES = 300 << 20
 """Python with datatrove's modules and the tokenizer of words."""
-_HASH_BYTES, _CLUSTER_BYTES = 180, 240
-"""Measured: a document of a task whose text is hashed; a document with a duplicate in the stage clusters."""
+_HASH_BYTES, _CLUSTER_BYTES, _SENTENCE_BYTES = 180, 240, 50
+"""Measured: a document of a task whose text is hashed; a document with a duplicate in the stage clusters; a sentence
+or paragraph of a task."""
 _NGRAM_BYTES = 110
 """An n-gram of an evaluation set in Python's dictionary."""
-_SAMPLED_FILES = 8
+_SAMPLED_FILES, _SAMPLED_DOCUMENTS = 8, 100
 
 
 def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
@@ -124,6 +126,8 @@ def check_memory(stages: DedupStages, stage: str, memory: int) -> int:
         line = (stages.minhash.hashes_per_bucket + 1) * 8
         each = {"documents": _HASH_BYTES * stages.settings.exact, "signatures": 2 * line}.get(stage, 0)
         largest = max(records) if len(records) == stages.tasks else _largest_task(stages) if each else 0
+        if stages.settings.sentences is not None and stage in ("sentences", "kept"):
+            each, largest = _SENTENCE_BYTES, _largest_task(stages, stages.count_parts)
         index = sum(file.stat().st_size // 8 for file in (stages.work / "evaluations").glob("*.hashes"))
         needs = [_PROCESS_BYTES + each * largest + _NGRAM_BYTES * index * (stage == "documents")]
         room = max(memory - _PROCESS_BYTES, 1)
@@ -134,8 +138,8 @@ def check_memory(stages: DedupStages, stage: str, memory: int) -> int:
     return int(needs[-1])
 
 
-def _largest_task(stages: DedupStages) -> int:
-    """Return the documents of the largest task, estimated by the beginning of a few files."""
+def _largest_task(stages: DedupStages, parts: Callable[[str], int] | None = None) -> int:
+    """Return the documents of the largest task, or their `parts`, estimated by the beginning of a few files."""
     inputs = stat_inputs(stages.dataset, stages.files, missing_ok=True)
     rows = size = 0.0
     for name, on_disk, _ in inputs[:: max(1, len(inputs) // _SAMPLED_FILES)]:
@@ -143,6 +147,8 @@ def _largest_task(stages: DedupStages) -> int:
             (file,) = inspect_files([(join_path(stages.dataset, name), on_disk)], stages.options.column)
             array = next(read_texts(stages.options, stages.dataset, name, batch_bytes=1 << 20), None)
             if array is not None and array.nbytes:
-                rows, size = rows + (file.rows or file.size * len(array) / array.nbytes), size + on_disk
+                texts = array.drop_null()[:_SAMPLED_DOCUMENTS].to_pylist()
+                each = sum(map(parts, texts)) / len(texts) if parts else 1.0
+                rows, size = rows + each * (file.rows or file.size * len(array) / array.nbytes), size + on_disk
     largest = max(sum(size for _, size, _ in inputs[task :: stages.tasks]) for task in range(stages.tasks))
     return int(largest * rows / size) if size else 0

@@ -97,17 +97,6 @@ def _check_inputs(metadata: DumpsFolder, indices: Sequence[int], options: Tokeni
     check_files(paths, options.column, skip_lines=options.skips_lines, skip_files=options.skips_files)
 
 
-def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row. The
-    message of a RelayrunError or OSError is written beside the dump's shards, too."""
-    settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
-    output = settings.dump_output(index)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / ERROR_FILE).unlink(missing_ok=True)
-    with noting_error(output / ERROR_FILE):
-        return _tokenize_dump(settings, index)
-
-
 @contextlib.contextmanager
 def noting_error(file: Path) -> Iterator[None]:
     """Write the message of a RelayrunError or OSError into `file`, for the status."""
@@ -121,16 +110,21 @@ def noting_error(file: Path) -> Iterator[None]:
         raise
 
 
-def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize a dump; return its row of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size:
-    bytes of its .bin files; time: seconds; bw: MB (10^6 bytes) of input per second; throughput: tokens per second."""
+def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row. The
+    message of a RelayrunError or OSError is written beside the dump's shards, too. dataset_total_size: bytes of the
+    dump's files; processed_total_size: bytes of its .bin files; time: seconds; bw: MB (10^6 bytes) of input per second;
+    throughput: tokens per second."""
     processes.use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
-    metadata = DumpsFolder(settings.metadata_folder)
-    with metadata.in_use():
+    metadata, output = DumpsFolder(settings.metadata_folder), settings.dump_output(index)
+    for folder in (settings.dump_logs(index), output):
+        folder.mkdir(parents=True, exist_ok=True)
+    (output / ERROR_FILE).unlink(missing_ok=True)
+    with noting_error(output / ERROR_FILE), metadata.in_use():
         start = datetime.now()
-        paths_file, output = metadata.paths_file(index), settings.dump_output(index)
+        paths_file = metadata.paths_file(index)
         with processes.requeue_before_time_limit(lambda: count_finished_shards(output)):
             result = tokenize_paths_file(
                 settings,
@@ -211,7 +205,8 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
             while metadata.live_jobs():
                 show()
                 time.sleep(50 * POLL_SECONDS)  # each look asks Slurm for the jobs of all users
-    _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
+    if failed := failed | set(indices) & set(metadata.pending()):
+        _raise_failures(settings, sorted(failed), len(indices))
     return indices
 
 
@@ -359,8 +354,6 @@ def sbatch_parameters(
 
 
 def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:
-    if not failed:
-        return
     message = "its job was killed, or died before it began"
     with contextlib.suppress(FileNotFoundError):
         message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()

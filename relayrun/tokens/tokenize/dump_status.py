@@ -7,17 +7,23 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from relayrun.files import read_json
 from relayrun.terminal import format_table, show_in_place, terminal_width
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
-from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DEDUP_WORK, DumpsFolder
-from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
+from relayrun.tokens.tokenize.shard_folder import (
+    STALE_SECONDS,
+    FolderRecord,
+    RunningTask,
+    TaskRecord,
+    describe_step_counts,
+    read_progress,
+)
 
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
@@ -35,35 +41,22 @@ class DumpStatus:
     state: str
     """State: done, running, stalled (tasks have reported nothing for a minute), failed, open (some shards are done, no
     job works on the others), waiting."""
-    shards: int
-    """Shards recorded as finished."""
+    finished: tuple[TaskRecord, ...]
+    """Records of the finished shards."""
     of: int
     """All shards; 0 until a job has dealt the files."""
-    finished_tokens: int
-    finished_bytes: int
-    """Bytes of the input files of finished shards."""
     bytes: int
     """Bytes of all input files; 0 if unknown."""
-    worker_seconds: float
-    """Seconds of finished shards, summed over the workers."""
-    busy_seconds: float
-    """Seconds in which at least one worker made a finished shard."""
     running: tuple[RunningTask, ...]
     """Tasks that reported within the last minute."""
     silent: tuple[RunningTask, ...]
     """Unfinished tasks that did not."""
-    skipped: tuple[str, ...]
-    """Errors of skipped files."""
     error: str | None
     """Error message of a failed dump."""
-    bad_lines: Mapping[str, int] = field(default_factory=dict)
-    """Skipped lines by reason."""
-    bad_line_examples: tuple[str, ...] = ()
-    """The first skipped lines."""
-    steps: str = ""
-    """Documents in and out of each step in finished shards."""
-    losses: Mapping[str, int] = field(default_factory=dict)
-    """Losses of the tokenizer in finished shards, see `encode.losses`."""
+
+    @property
+    def finished_tokens(self) -> int:
+        return sum(task.tokens for task in self.finished)
 
     @property
     def tokens(self) -> int:
@@ -71,21 +64,30 @@ class DumpStatus:
         return self.finished_tokens + sum(task.tokens for task in self.running)
 
     @property
+    def worker_seconds(self) -> float:
+        """Seconds of finished shards and running tasks, summed over the workers."""
+        return sum(task.seconds for task in self.finished) + sum(task.at - task.started for task in self.running)
+
+    @property
     def node_rate(self) -> float:
-        """Tokens per second of the node: now, or over its busy time."""
+        """Tokens per second of the node: now, or over the time in which at least one worker made a finished shard."""
         if self.running:
             return sum(task.tokens_per_second for task in self.running)
-        return self.finished_tokens / self.busy_seconds if self.busy_seconds else 0.0
+        busy = _covered_seconds((task.started, task.started + task.seconds) for task in self.finished)
+        return self.finished_tokens / busy if busy else 0.0
 
     @property
     def core_rate(self) -> float:
         """Tokens per second of one worker, which is one core."""
-        seconds = self.worker_seconds + sum(task.at - task.started for task in self.running)
-        return self.tokens / seconds if seconds > 0 else 0.0
+        return self.tokens / self.worker_seconds if self.worker_seconds > 0 else 0.0
 
     @property
     def nodes(self) -> str:
         return ",".join(sorted({task.node for task in (*self.running, *self.silent)}))
+
+    def counts(self, name: str) -> Counter[str]:
+        """Return the sum of a count of the finished shards: `bad_lines` or `losses`."""
+        return sum((Counter(getattr(task, name)) for task in self.finished), Counter())
 
 
 def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = None) -> list[DumpStatus]:
@@ -103,8 +105,9 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
 
 def input_bytes(dumps: Iterable[DumpStatus]) -> tuple[int, int]:
     """Return the bytes of input that are tokenized, and all."""
-    pairs = [(each.finished_bytes + sum(task.bytes_read for task in each.running), each.bytes) for each in dumps]
-    return sum(read for read, _ in pairs), sum(whole for _, whole in pairs)
+    dumps = [*dumps]
+    read = sum(file[1] for dump in dumps for task in dump.finished for file in task.inputs)
+    return read + sum(task.bytes_read for dump in dumps for task in dump.running), sum(dump.bytes for dump in dumps)
 
 
 def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
@@ -131,17 +134,18 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
     rows: list[tuple[str, ...]] = []
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
-        state = str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-"
+        state = str(d.index), d.state, f"{len(d.finished)}/{d.of}" if d.of else "-"
         speed = f"{d.tokens:,}", _rate(d.node_rate), _rate(d.core_rate), _duration(left)
         rows.append((*state, *speed, d.nodes or "-", _left_out([d])))
     now = sum(dump.node_rate for dump in dumps if dump.running)
-    seconds = sum(d.worker_seconds + sum(task.at - task.started for task in d.running) for d in dumps)
+    seconds = sum(dump.worker_seconds for dump in dumps)
     tokens, left = sum(dump.tokens for dump in dumps), seconds_left(dumps, tokens_per_byte=density, rate=now)
     done, nodes = sum(d.state == "done" for d in dumps), {task.node for d in dumps for task in d.running}
     speed = f"{tokens:,}", _rate(now), _rate(tokens / seconds if seconds > 0 else 0.0), _duration(left)
     rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     table = format_table(STATUS_COLUMNS, rows, width=terminal_width())
-    steps = (f"dump {dump.index} documents: {dump.steps}" for dump in dumps if dump.steps)
+    counts = ((d.index, describe_step_counts((t.steps for t in d.finished), d.finished_tokens)) for d in dumps)
+    steps = (f"dump {index} documents: {words}" for index, words in counts if words)
     words = f"{density:.3f} tokens a byte of the files"
     return "\n".join([table, *steps, *([words] if density else []), *_failures(dumps)])
 
@@ -184,21 +188,20 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
                 f"dump {dump.index}: no word from {dump.nodes} since {since}; was its job killed? "
                 "Submit again: what is done is kept"
             )
-        for error in dump.skipped:
-            yield f"dump {dump.index} left out: {error}"
-        if dump.bad_lines:
-            examples = "; ".join(dump.bad_line_examples)
-            yield f"dump {dump.index} left out: {describe_bad_lines(dump.bad_lines)}, for example {examples}"
-        if dump.losses:
+        yield from (f"dump {dump.index} left out: {file.error}" for task in dump.finished for file in task.skipped)
+        if bad := dump.counts("bad_lines"):
+            examples = "; ".join([each for task in dump.finished for each in task.bad_line_examples][:MAX_EXAMPLES])
+            yield f"dump {dump.index} left out: {describe_bad_lines(bad)}, for example {examples}"
+        if losses := dump.counts("losses"):
             from relayrun.tokens.tokenize.encode.losses import describe_losses  # on demand: tokenizers
 
-            if (lost := describe_losses(dump.losses, dump.finished_tokens)) is not None:
+            if (lost := describe_losses(losses, dump.finished_tokens)) is not None:
                 yield f"dump {dump.index}: {lost}"
 
 
 def _left_out(dumps: Iterable[DumpStatus]) -> str:
-    files = sum(len(dump.skipped) for dump in dumps)
-    lines = sum(sum(dump.bad_lines.values()) for dump in dumps)
+    files = sum(len(task.skipped) for dump in dumps for task in dump.finished)
+    lines = sum(dump.counts("bad_lines").total() for dump in dumps)
     return f"{files} files" + (f", {lines:,} lines" if lines else "")
 
 
@@ -216,7 +219,7 @@ def _duration(seconds: float | None) -> str:
 def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, size: int) -> DumpStatus:
     output = metadata.tokenized_link / f"dump-{index}"
     shards, parts = _read_record(output)
-    tasks = [] if done else [task for task in shard_folder.read_progress(output) if task.shard not in shards]
+    tasks = [] if done else [task for task in read_progress(output) if task.shard not in shards]
     running = tuple(task for task in tasks if now - task.at < STALE_SECONDS)
     silent = tuple(task for task in tasks if now - task.at >= STALE_SECONDS)
     error = None
@@ -230,25 +233,15 @@ def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, siz
         state = "failed"
     else:
         state = "stalled" if silent else "open" if shards else "waiting"
-    tokens = sum(task.tokens for task in shards.values())
     return DumpStatus(
         index=index,
         state=state,
-        shards=len(shards),
+        finished=tuple(shards.values()),
         of=len(parts),
-        finished_tokens=tokens,
-        finished_bytes=sum(file[1] for task in shards.values() for file in task.inputs),
         bytes=size,
-        worker_seconds=sum(task.seconds for task in shards.values()),
-        busy_seconds=_covered_seconds((task.started, task.started + task.seconds) for task in shards.values()),
         running=running,
         silent=silent,
-        skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
-        bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
-        steps=shard_folder.describe_step_counts((task.steps for task in shards.values()), tokens),
-        losses=sum((Counter(task.losses) for task in shards.values()), Counter()),
-        bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 
 
@@ -264,7 +257,7 @@ def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
         stages = read_json(work / "settings.json")["stages"]
         for stage, number in stages.items():
             records = counts.get(stage, [])
-            steps = shard_folder.describe_step_counts(record.get("steps", []) for record in records)
+            steps = describe_step_counts(record.get("steps", []) for record in records)
             left = sum(len(record.get("skipped", ())) for record in records)
             words = f"dedup {stage}: {len(records)}/{number} tasks" + (f"; documents: {steps}" if steps else "")
             found.append(words + (f"; left out: {left:,} files" if left else ""))

@@ -40,6 +40,8 @@ class DedupSettings(Section):
     """Keep one of the documents with the same text."""
     minhash: dict[str, Any] | None = None
     """Keep one of the documents with nearly the same text, by these parameters of datatrove's MinhashConfig."""
+    sentences: dict[str, Any] | None = None
+    """Cut sentences or paragraphs that another document has, by these parameters of datatrove's SentDedupConfig."""
     evaluations: str | None = None
     """Folder of evaluation sets; documents that share an n-gram with them are dropped."""
     decontamination: dict[str, Any] = {}

@@ -21,6 +21,7 @@ AppendEod = Literal["yes", "no", "auto"]
 EngineName = Literal["auto", "huggingface", "gigatoken", "bytes"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 OnStepError = Literal["fail", "drop"]
+ExclusionFormat = Literal["jsonl.gz", "parquet"]
 
 
 def _yes_or_no(value: object) -> object:
@@ -60,6 +61,8 @@ class TokenizeOptions(Section):
     """Steps of datatrove that each document passes before it is encoded, see `steps`."""
     on_step_error: OnStepError = "fail"
     """Treatment of a document on which a step raises an error. drop: it is dropped and counted as the filters' are."""
+    exclusions: ExclusionFormat = "jsonl.gz"
+    """Format of the files of the documents that steps drop."""
     workers: Annotated[int, Field(ge=-1), AfterValidator(_nonzero_workers)] = -1
     """Shards made at a time on a node; -1: as many as tasks."""
     engine: EngineName = "auto"
@@ -105,7 +108,7 @@ def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> Tok
         raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None
 
 
-STEP_FIELDS = ("reader", "pipeline", "on_step_error")
+STEP_FIELDS = ("reader", "pipeline", "on_step_error", "exclusions")
 OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in STEP_FIELDS} | {
     "tokenizer": "--tokenizer-name-or-path",
     "tasks": "--n-tasks",

@@ -164,7 +164,7 @@ def _open_folder(
         "tasks": options.tasks,
     }
     if options.has_steps:
-        settings |= describe_steps(options.pipeline, options.reader)
+        settings |= describe_steps(options.pipeline, options.reader) | {"exclusions": options.exclusions}
     return ShardFolder(
         output,
         settings,
@@ -239,15 +239,12 @@ def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: s
     return [part for part, fault in zip(parts, faults, strict=True) if fault is not None]
 
 
-@contextlib.contextmanager
-def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
+def _hold_hub_cache(cache_dir: str | None) -> contextlib.AbstractContextManager[object]:
     """Serialize jobs that share a cache of the hub: the first fetches a tokenizer, the others find it."""
     if cache_dir is None:
-        yield
-        return
+        return contextlib.nullcontext()
     os.makedirs(cache_dir, exist_ok=True)
-    with file_lock(os.path.join(cache_dir, ".relayrun-lock")):
-        yield
+    return file_lock(os.path.join(cache_dir, ".relayrun-lock"))
 
 
 _SUMS = ("documents", "tokens", "empty_documents", "null_documents", "routed_documents")

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import multiprocessing
 import os
 import signal
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -186,14 +187,31 @@ def hidden_secrets() -> Iterator[None]:
 def run_tasks(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], *, where: object
 ) -> None:
-    """Call `task` for every item on `workers` processes (here for one worker); `on_done` gets each result here.
+    """Call `task` for every item on `workers` processes (here for one worker, not for one item: what a task starts and
+    holds would stay in this process); `on_done` gets each result here.
 
     A failing task does not stop the others. At the end a defect is raised, or else the errors of all tasks as one, in
     the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was killed:
     running tasks are lost, finished ones are kept.
     """
-    workers = min(workers, len(items))
-    errors = (_run_here if workers <= 1 else _run_on_processes)(task, items, workers, on_done, where)
+    errors: dict[K, Exception] = {}
+    outcomes: Generator[tuple[K, Callable[[], T]], None, None]
+    if workers <= 1 or not items:
+        outcomes = ((item, functools.partial(task, item)) for item in items)
+    else:
+        outcomes = _on_processes(task, items, min(workers, len(items)))
+    with contextlib.closing(outcomes):
+        for item, outcome in outcomes:
+            try:
+                result = outcome()
+            except BrokenProcessPool:
+                words = "a tokenization worker was killed; most often the memory is used up"
+                hint = "run again: finished tasks are kept, and fewer workers need less memory"
+                raise RelayrunError(words, where=where, hint=hint) from None
+            except Exception as error:
+                errors[item] = error
+            else:
+                on_done(item, result)
     if errors:
         in_order = [errors[item] for item in items if item in errors]
         defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
@@ -204,27 +222,13 @@ def run_tasks(
         raise (defects or in_order)[0]
 
 
-def _run_here(
-    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
-) -> dict[K, Exception]:
-    errors: dict[K, Exception] = {}
-    for item in items:
-        try:
-            result = task(item)
-        except Exception as error:
-            errors[item] = error
-        else:
-            on_done(item, result)
-    return errors
-
-
-def _run_on_processes(
-    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
-) -> dict[K, Exception]:
+def _on_processes(
+    task: Callable[[K], T], items: Sequence[K], workers: int
+) -> Generator[tuple[K, Callable[[], T]], None, None]:
+    """Yield each item with a function that returns its result, as the items are done."""
     forked = _has_one_thread()
     context: BaseContext = multiprocessing.get_context("fork" if forked else "spawn")
     lifeline, our_end = context.Pipe(duplex=False)
-    errors: dict[K, Exception] = {}
     for stream in (sys.stdout, sys.stderr):  # else a fork would print the buffers again
         stream.flush()
     pool = concurrent.futures.ProcessPoolExecutor(
@@ -232,17 +236,7 @@ def _run_on_processes(
     )
     try:
         futures = {pool.submit(task, item): item for item in items}
-        for future in concurrent.futures.as_completed(futures):
-            try:
-                result = future.result()
-            except BrokenProcessPool:
-                words = "a tokenization worker was killed; most often the memory is used up"
-                hint = "run again: finished tasks are kept, and fewer workers need less memory"
-                raise RelayrunError(words, where=where, hint=hint) from None
-            except Exception as error:
-                errors[futures[future]] = error
-            else:
-                on_done(futures[future], result)
+        yield from ((futures[each], each.result) for each in concurrent.futures.as_completed(futures))
     except BaseException:
         our_end.close()  # workers that still run (Ctrl-C, a killed sibling) leave now
         raise
@@ -250,7 +244,6 @@ def _run_on_processes(
         pool.shutdown(cancel_futures=True)
         our_end.close()
         lifeline.close()
-    return errors
 
 
 def _has_one_thread() -> bool:

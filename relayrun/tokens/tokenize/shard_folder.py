@@ -16,6 +16,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import logging
@@ -24,7 +25,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,7 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
-_EXCLUSIONS = "exclusions/{}.jsonl.gz"
-_FILES = ("{}.idx", "{}.bin", _EXCLUSIONS)
+_FILES = ("{}.idx", "{}.bin", "exclusions/{}.jsonl.gz", "exclusions/{}.parquet")
 _WHOLE, _ENDS, _RANGE = "xxh3-128:", "ends:", "range:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
@@ -126,9 +126,6 @@ class SkippedFile:
     error: str
     reason: str = "unreadable"
     """In few words, for counting."""
-
-
-_COUNTS = ("rows", "documents", "empty_documents", "null_documents", "losses")
 
 
 @dataclass(kw_only=True)
@@ -172,13 +169,6 @@ class TaskRecord:
     started: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
-
-    def counts(self) -> dict[str, Any]:
-        """Return the counts of documents and losses, for `restore`."""
-        return {name: getattr(self, name) for name in _COUNTS}
-
-    def restore(self, counts: Mapping[str, Any]) -> None:
-        vars(self).update(counts)
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
@@ -299,7 +289,7 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
-        dropped = exclusion_file(self.path, name)
+        dropped = exclusion_file(self.path, name, self.settings.get("exclusions", "jsonl.gz"))
         if task.exclusions and not (dropped.is_file() and file_checksum(dropped) == task.exclusions):
             return "its dropped documents are not what its record says (xxh3-128)"
         if task.tokens == 0:
@@ -417,9 +407,22 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
     return [*changed], [*gone]
 
 
-def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:
+def exclusion_file(folder: str | os.PathLike[str], shard: str, form: str) -> Path:
     """Return the file of the documents that steps dropped from a shard."""
-    return Path(folder, _EXCLUSIONS.format(shard))
+    return Path(folder, "exclusions", f"{shard}.{form}")
+
+
+def read_exclusions(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield shard and record of the documents that steps dropped, of all folders of shards below `folder`."""
+    for file in sorted(folder.glob("**/exclusions/*.*[!p]")):  # not .tmp
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile  # on demand: most have none
+
+            for batch in ParquetFile(file).iter_batches(100):
+                yield from ((file.stem, row | {"scores": json.loads(row["scores"])}) for row in batch.to_pylist())
+        else:
+            with gzip.open(file, "rt", encoding="utf-8") as lines:
+                yield from ((file.name.removesuffix(".jsonl.gz"), json.loads(line)) for line in lines)
 
 
 def shard_name(rank: int) -> str:

@@ -172,7 +172,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 continue
             if not ahead and steps is None and file[1] <= _SMALL_BYTES:
                 ahead = _encode_ahead(job, part.inputs[number : number + _MOST_AHEAD], engine)
-            mark, before = shard.mark(), record.counts()
+            mark, before = shard.mark(), dict(vars(record))  # lists change behind the file alone
             faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
                 ready = ahead.pop(file, None)
@@ -183,7 +183,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                     bad.append(error)
                     continue
                 shard.rollback(mark)
-                record.restore(before)
+                vars(record).update(before)
                 if steps is not None:
                     steps.rollback()
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"

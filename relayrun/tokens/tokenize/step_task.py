@@ -18,7 +18,7 @@ import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -108,6 +108,12 @@ def read_texts(
     yield large_strings(texts)
 
 
+_TEXTS = "id", "file", "step", "reason", "scores", "text", "metadata"
+_COLUMNS = pa.schema([*((name, pa.string()) for name in _TEXTS), ("row", pa.int64()), ("cut", pa.bool_())])
+_TABLE_BYTES = 8 << 20
+"""Bytes of a group of rows."""
+
+
 class JsonLines:
     """A .jsonl.gz file that is being written, with a member of gzip for each input file. It holds no time: the same
     lines give the same bytes."""
@@ -139,9 +145,30 @@ class JsonLines:
         self._member = self._begin()
 
     def close(self) -> None:
-        """End the file; nothing is synced."""
-        self._member.close()
-        self._raw.close()
+        """End the file; nothing is synced. `x.parquet` and `x.parquet.tmp` become a table of the lines."""
+        if not self._raw.closed:
+            self._member.close()
+            self._raw.close()
+            if ".parquet" in self.path.suffixes:
+                self._make_table()
+
+    def _make_table(self) -> None:
+        from pyarrow import parquet  # on demand: most have no such table
+
+        with open(self.path, "rb") as raw, gzip.open(raw) as lines:
+            self.path.unlink()
+            with parquet.ParquetWriter(self.path, _COLUMNS, compression="zstd") as table:
+                while held := lines.readlines(_TABLE_BYTES):
+                    rows = [{name: _cell(value) for name, value in json.loads(line).items()} for line in held]
+                    table.write_batch(pa.RecordBatch.from_pylist(rows, _COLUMNS))
+
+
+def _cell(value: Any) -> Any:
+    """Return a value of a row: text that UTF-8 lacks has escapes, an object is JSON."""
+    if isinstance(value, (int, bool)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def exclusion_line(document: Any, before: Mapping[str, Any], place: Mapping[str, Any]) -> bytes:
@@ -230,7 +257,17 @@ class _Step:
                 np.random.seed(seed)
 
 
-class ShardSteps:
+class ExclusionWriter:
+    """What a filter of datatrove enters, and gives the documents that it drops: the file stays open until all end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing ends."""
+
+
+class ShardSteps(ExclusionWriter):
     """The steps of one shard, and its file of dropped documents."""
 
     def __init__(self, options: TokenizeOptions, *, output: str, shard: str, last: Sequence[Any] = ()) -> None:
@@ -239,7 +276,7 @@ class ShardSteps:
         self._steps = [_Step(number, entry, self) for number, entry in enumerate((*options.pipeline, *last))]
         self._refused: Any = None
         """The document that a filter has just dropped."""
-        self._path = exclusion_file(output, shard)
+        self._path = exclusion_file(output, shard, options.exclusions)
         self._lines = JsonLines(f"{self._path}.tmp")
 
     def begin_file(self, file: str) -> DocumentRows:
@@ -321,14 +358,6 @@ class ShardSteps:
             place = {"id": refused.id, "file": self.file, "row": row, "step": step.name, "reason": reason}
             self._lines.write(exclusion_line(refused, before, place))
         return found
-
-    # a filter of datatrove enters its exclusion writer, and gives it the document that it drops
-
-    def __enter__(self) -> ShardSteps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing ends: the file is open for the whole shard."""
 
     def write(self, document: Any, rank: int = 0) -> None:
         """Take the document that a filter drops."""

@@ -151,13 +151,17 @@ def build_config(cls: Any, given: Mapping[str, Any]) -> Any:
     return cls(**{argument: _value(cls, argument, value) for argument, value in given.items()})
 
 
-def find_word_tokenizer(language: str) -> Any:
-    """Return datatrove's word tokenizer of a language, or an object of the class at an import path. Raises ImportError
-    for a missing package, ValueError for an unknown language."""
+def find_word_tokenizer(language: str, *, sentences: bool = False) -> Any:
+    """Return datatrove's word tokenizer of a language, or an object of the class at an import path, which splits
+    `sentences`, too. Raises ImportError for a missing package, ValueError for an unknown language."""
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
     found = load_word_tokenizer(_imported(language)() if "." in language else language)
-    found.word_tokenize("word")  # some load their package at the first word
+    names = ("word_tokenize", *(("sent_tokenize", "span_tokenize") if sentences else ()))
+    for name in names:
+        if not callable(function := getattr(found, name)):
+            raise InputError(f"{type(found).__name__} has no function {name}")
+        function("word")  # some load their package at the first word
     return found
 
 
