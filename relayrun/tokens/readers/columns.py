@@ -7,6 +7,7 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pkgutil
@@ -24,7 +25,8 @@ from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unre
 from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range
-from relayrun.tokens.readers.inputs import PARQUET, content_fault_now, file_format
+from relayrun.tokens.readers.inputs import JSON_LINES, PARQUET, content_fault_now, file_format
+from relayrun.tokens.readers.json_csv import plain_texts
 from relayrun.tokens.readers.texts import PackedTexts, find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
@@ -56,6 +58,21 @@ def read_column(
     except (pa.ArrowException, OSError, tarfile.TarError) as error:
         hint = "fetch the file again, then run again: what is done is kept"
         raise content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
+
+
+def texts_of_content(content: bytes, path: str, column: str, *, most: int, scratch: str) -> list[bytes | None]:
+    """Return the texts and nulls of a file with this content, in UTF-8. Raises an Exception if `read_column` has to
+    look: anything is wrong with the file, or its texts have more than `most` bytes."""
+    form = file_format(path)
+    texts = plain_texts(content, path, column, most) if form is JSON_LINES else None
+    if texts is None:
+        texts, read = [], pkgutil.resolve_name(form.reader)
+        for array in read(io.BytesIO(content), path, column, batch_bytes=most, scratch=scratch, faults=LineFaults()):
+            if (most := most - array.nbytes) < 0:  # a few compressed bytes can be much text
+                raise ValueError("too much text")
+            texts += map(bytes, PackedTexts.from_arrow(array.drop_null()).views())
+            texts += [None] * array.null_count
+    return texts
 
 
 MAX_BAD_FIRST_LINES = 100

@@ -16,6 +16,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -28,6 +29,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
@@ -201,6 +204,13 @@ def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]], tokens: i
         share += f", about {total['bytes_out'] * density / 1e6:,.1f} Mtok" if share and density else ""
         found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out" + (f" ({share})" if share else ""))
     return "; ".join(found)
+
+
+def content_hash(path: str, content: bytes) -> str:
+    """Return the fingerprint, as `file_content_hash` does, of a file of up to 64 KiB with this content."""
+    if is_url(path):
+        return _ENDS + hashlib.sha256(content + content).hexdigest()
+    return _WHOLE + str(xxhash.xxh3_128_hexdigest(content))
 
 
 def file_content_hash(path: str) -> str:

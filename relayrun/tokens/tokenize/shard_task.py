@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,19 +28,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
-from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.columns import texts_of_content
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
-from relayrun.tokens.readers.texts import PackedTexts, large_strings, release_pages
+from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, first_line, join_path, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, join_path, printable, read_with_status
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, content_hash, file_content_hash
 from relayrun.tokens.tokenize.step_task import ShardSteps, read_texts
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
@@ -164,19 +163,25 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
-    ahead: _Ahead = {}
+    done = alone = 0  # files before these numbers are in the shard, or are read alone
     try:
         for number, file in enumerate(part.inputs):
             if bad:
                 bad += _file_faults(job, file)
                 continue
-            if not ahead and steps is None and file[1] <= _SMALL_BYTES:
-                ahead = _encode_ahead(job, part.inputs[number : number + _MOST_AHEAD], engine)
+            if number >= alone and steps is None:
+                small = _SmallFiles()
+                alone = number + small.read(job, part.inputs[number : number + _MOST_TOGETHER])
+                if small.rows and small.add(job, engine, shard, record):
+                    done = number + len(small.rows)
+                    progress.bytes_read += sum(size for _, size, _ in part.inputs[number:done])
+                    progress.say(documents=record.documents, tokens=shard.tokens)
+            if number < done:
+                continue
             mark, before = shard.mark(), record.counts()
             faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
-                ready = ahead.pop(file, None)
-                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps, ready)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
@@ -230,33 +235,21 @@ def _tokenize_file(
     progress: TaskProgress,
     faults: LineFaults,
     steps: ShardSteps | None,
-    ready: tuple[pa.Array, Encoded] | None,
 ) -> str:
-    """Add the documents of a file to the shard; return its fingerprint. `ready`: its texts and ids, if it was read and
-    encoded with others. Raises InputError."""
+    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
-    arrays: Iterator[pa.Array] = iter(ready[:1] if ready is not None else ())
-    if ready is None:
-        arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
+    arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         is_long = texts.used.size > job.options.batch_bytes
         where = _cut_unit_of_file(job.definition, job.fingerprint) if is_long else None
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
-            encoded = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
+            _count_documents(job, texts, (np.empty(0, np.uint32), np.array([kept], np.int64)), kept, record)
         else:
             where_first = f"{printable(path)}, text {record.rows - first + 1}"
-            texts, encoded = (texts, ready[1]) if ready is not None else _encode(engine, texts, faults, where_first)
-            ids, lengths = job.framing.apply(*encoded, shard.reserve)
-            shard.add(ids, lengths)
-            kept = len(lengths)
-        losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-        if losses:
-            record.losses = dict(losses + Counter(record.losses))
-        record.documents += kept
-        record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
-        record.rows += len(texts)
+            texts, encoded = _encode(engine, texts, faults, where_first)
+            _add_documents(job, texts, encoded, shard, record)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
@@ -269,44 +262,79 @@ def _tokenize_file(
     return known
 
 
-_SMALL_BYTES, _MOST_AHEAD = 64_000, 4096
+def _add_documents(
+    job: TokenizeContext, texts: PackedTexts, encoded: Encoded, shard: ShardWriter, record: TaskRecord
+) -> None:
+    ids, lengths = job.framing.apply(*encoded, shard.reserve)
+    shard.add(ids, lengths)
+    _count_documents(job, texts, encoded, len(lengths), record)
+
+
+def _count_documents(job: TokenizeContext, texts: PackedTexts, encoded: Encoded, kept: int, record: TaskRecord) -> None:
+    losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
+    if losses:
+        record.losses = dict(losses + Counter(record.losses))
+    record.documents += kept
+    record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
+    record.rows += len(texts)
+
+
+_SMALL_BYTES, _MOST_TOGETHER = 64_000, 4096
 """Bytes of a file that is encoded with others: a call of an engine costs as much as 50 kB of text; and such files."""
 
 
-_Ahead = dict[InputFile, tuple[pa.Array, Encoded] | None]
-"""Texts and ids of files that were read and encoded ahead."""
+@dataclass(frozen=True)
+class _SmallFiles:
+    """Files that are opened and read once, one after another, and encoded together."""
 
+    texts: list[bytes] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
+    """Texts up to the end of each file, after a leading 0."""
+    rows: list[int] = field(default_factory=list)
+    """Texts and nulls of each file."""
+    fingerprints: list[str] = field(default_factory=list)
 
-def _encode_ahead(job: TokenizeContext, files: Sequence[InputFile], engine: Engine) -> _Ahead:
-    """Return the texts and ids of small files, as many as fit into a batch, encoded together. Files in which anything
-    is wrong have None: they are read again, alone."""
-    looked: _Ahead = {}
-    found: dict[InputFile, pa.Array] = {}
-    options, left, routed, none = job.options, job.options.batch_bytes, engine.routed, large_strings([])
-    for file in files:
-        if left <= 0 or file[1] > _SMALL_BYTES:
-            break
-        looked[file] = None
-        with contextlib.suppress(RelayrunError, OSError):
-            path = join_path(job.dataset, file[0])
-            arrays, room = [none], options.batch_bytes
-            for each in read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output):
-                if (room := room - each.nbytes) < 0:
-                    break  # a few compressed bytes can be much text
-                arrays.append(each.cast(pa.large_string()))
-            if room >= 0 and sum(map(len, arrays)) <= options.batch_documents:
-                found[file] = pa.concat_arrays(arrays)
-                left -= options.batch_bytes - room
-    texts = [array.drop_null() for array in found.values()]
-    try:
-        ids, lengths = engine.encode(PackedTexts.from_arrow(pa.concat_arrays(texts)))
-    except Exception:  # a text that the tokenizer does not know: the task of its file names it
-        engine.routed = routed
-        return looked
-    ends = np.append(0, np.cumsum(lengths))
-    bounds = [*itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))]
-    encoded = [(ids[ends[first] : ends[last]], lengths[first:last]) for first, last in bounds]
-    return looked | dict(zip(found, zip(found.values(), encoded, strict=True), strict=True))
+    def read(self, job: TokenizeContext, files: Sequence[InputFile]) -> int:
+        """Read the first of `files`, as many as fit into a batch. Return the number of files that need not be read
+        here again: the last of them is not among those read if anything is wrong with it."""
+        options, room, top = job.options, job.options.batch_bytes, join_path(job.dataset, "")
+        for number, (name, size, changed) in enumerate(files):
+            if not 0 < size <= _SMALL_BYTES:  # 0: a pipe can be read only once
+                return max(1, number)
+            path = top + name
+            try:
+                content, *status = read_with_status(path, size + 1)
+                rows = texts_of_content(content, path, options.column, most=options.batch_bytes, scratch=job.output)
+            except Exception:  # its own task names it
+                return number + 1
+            texts = [text for text in rows if text is not None]
+            room -= sum(map(len, texts))
+            if room < 0 or len(self.texts) + len(texts) > options.batch_documents:
+                return max(1, number)
+            if status != [size, changed] or len(content) != size:
+                return number + 1
+            self.texts.extend(texts)
+            self.ends.append(len(self.texts))
+            self.rows.append(len(rows))
+            self.fingerprints.append(content_hash(path, content))
+        return len(files)
+
+    def add(self, job: TokenizeContext, engine: Engine, shard: ShardWriter, record: TaskRecord) -> bool:
+        """Add the documents of all files to the shard. False if the tokenizer does not know one of the texts."""
+        texts, routed = PackedTexts.join(self.texts), engine.routed
+        try:
+            encoded = engine.encode(texts)
+        except Exception:  # the task of its file names it
+            engine.routed = routed
+            return False
+        record.null_documents += sum(self.rows) - len(texts)
+        record.rows += sum(self.rows) - len(texts)
+        _add_documents(job, texts, encoded, shard, record)
+        kept = np.cumsum(np.append(0, (encoded[1] > 0) | job.framing.keep_empty))
+        record.file_documents += np.diff(kept[self.ends]).tolist()
+        record.file_rows += self.rows
+        record.fingerprints += self.fingerprints
+        return True
 
 
 def _encode(engine: Engine, texts: PackedTexts, faults: LineFaults, where: str) -> tuple[PackedTexts, Encoded]:
