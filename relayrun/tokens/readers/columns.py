@@ -305,9 +305,9 @@ def sample_texts(
     read: Callable[..., Iterator[pa.Array]] = read_column,
 ) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    # a pipe can be read only once
-    paths = [path for path in paths if urls.is_url(path) or os.path.isfile(file_of_range(path))]
     chosen = paths[:: max(1, len(paths) // 8)][:8]
+    # a pipe can be read only once
+    chosen = [path for path in chosen if urls.is_url(path) or os.path.isfile(file_of_range(path))]
     texts: list[str] = []
     for path in chosen:
         left = most_bytes // len(chosen)

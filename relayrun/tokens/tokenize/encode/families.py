@@ -55,13 +55,13 @@ class TokenizerFamily:
 
     name: str
     engine: FastEngineName
-    doubtful: str = ""
+    doubtful: tuple[str, ...] = ()
     """Characters whose class depends on Unicode's version or on case folding: the reference encodes their texts."""
 
 
-_FOLDED = "\u017f\u212a"
+_FOLDED = ("'\u017f", "\u212a")
 """Characters that fold to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
-_SPACE_ONCE = "\u180e"
+_SPACE_ONCE = ("\u180e",)
 """White space in some versions of Unicode only."""
 
 BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
@@ -91,7 +91,7 @@ class EnginePlan:
     """Texts that are not in this form pass through the tokenizer's own normalizer first."""
     digits: Literal["each", "runs"] | None = None
     """The pre-tokenizer isolates every digit, or every run of digits, before its pattern applies to the rest."""
-    doubtful: str = ""
+    doubtful: tuple[str, ...] = ()
     """Characters that route a text to the reference, besides unassigned ones."""
     plain: tuple[str, ...] = ()
     """Texts of added tokens that route a text to the reference."""
