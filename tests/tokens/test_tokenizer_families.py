@@ -247,7 +247,7 @@ def test_the_page_lists_the_families_of_the_code() -> None:
     rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]+) \|$", page.partition("| form, as")[2], re.M)
     found = {name: (engine, frozenset(re.findall(r"U\+(\w{4})", doubtful))) for name, engine, doubtful in rows}
     assert found == {
-        family.name: (family.engine, frozenset(f"{ord(word[-1]):04X}" for word in family.doubtful))
+        family.name: (family.engine, frozenset(f"{ord(point):04X}" for point in family.doubtful))
         for family in families.FAMILIES
     }
 

@@ -55,20 +55,18 @@ class TokenizerFamily:
 
     name: str
     engine: FastEngineName
-    doubtful: tuple[str, ...] = ()
-    """Characters whose class depends on Unicode's version or on case folding: the reference encodes their texts."""
+    doubtful: str = ""
+    """Characters whose class depends on Unicode's version: the reference encodes their texts."""
 
 
-_FOLDED = ("'\u017f", "\u212a")
-"""Characters that fold to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
-_SPACE_ONCE = ("\u180e",)
+_SPACE_ONCE = "\u180e"
 """White space in some versions of Unicode only."""
 
 BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
     (GPT2,): TokenizerFamily(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
-    (CL100K,): TokenizerFamily(name="Llama 3, cl100k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (QWEN2,): TokenizerFamily(name="Qwen", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (O200K,): TokenizerFamily(name="o200k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
+    (CL100K,): TokenizerFamily(name="Llama 3, cl100k", engine="gigatoken", doubtful=_SPACE_ONCE),
+    (QWEN2,): TokenizerFamily(name="Qwen", engine="gigatoken", doubtful=_SPACE_ONCE),
+    (O200K,): TokenizerFamily(name="o200k", engine="gigatoken", doubtful=_SPACE_ONCE),
     (TEKKEN,): TokenizerFamily(name="Tekken", engine="gigatoken", doubtful=_SPACE_ONCE),
     DEEPSEEK: TokenizerFamily(name="DeepSeek", engine="gigatoken", doubtful=_SPACE_ONCE),
 }
@@ -91,7 +89,7 @@ class EnginePlan:
     """Texts that are not in this form pass through the tokenizer's own normalizer first."""
     digits: Literal["each", "runs"] | None = None
     """The pre-tokenizer isolates every digit, or every run of digits, before its pattern applies to the rest."""
-    doubtful: tuple[str, ...] = ()
+    doubtful: str = ""
     """Characters that route a text to the reference, besides unassigned ones."""
     plain: tuple[str, ...] = ()
     """Texts of added tokens that route a text to the reference."""
