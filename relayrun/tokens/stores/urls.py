@@ -349,11 +349,8 @@ def read_with_status(path: str, most: int) -> tuple[bytes, int, int]:
     if is_url(path):
         with open_input(path) as raw:
             return raw.read(most), *stat_url(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        content, status = os.read(descriptor, most), os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:
+        content, status = file.read(most), os.fstat(file.fileno())
     return content, status.st_size, status.st_mtime_ns
 
 

@@ -19,7 +19,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_wit
 from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, content_hash, file_content_hash
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
 from relayrun.tokens.tokenize.step_task import ShardSteps, read_texts
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
@@ -166,16 +166,19 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     done = alone = 0  # files before these numbers are in the shard, or are read alone
     try:
         for number, file in enumerate(part.inputs):
-            if bad:
-                bad += _file_faults(job, file)
+            if bad:  # read without tokenizing
+                try:
+                    faults = LineFaults(skip=job.options.skips_lines)
+                    deque(read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults), maxlen=0)
+                except InputError as error:
+                    bad.append(error)
                 continue
             if number >= alone and steps is None:
-                small = _SmallFiles()
-                alone = number + small.read(job, part.inputs[number : number + _MOST_TOGETHER])
-                if small.rows and small.add(job, engine, shard, record):
-                    done = number + len(small.rows)
-                    progress.bytes_read += sum(size for _, size, _ in part.inputs[number:done])
-                    progress.say(documents=record.documents, tokens=shard.tokens)
+                few = part.inputs[number : number + _MOST_TOGETHER]
+                added, tried = _add_small_files(job, few, engine, shard, record)
+                done, alone = number + added, number + tried
+                progress.bytes_read += sum(size for _, size, _ in few[:added])
+                progress.say(documents=record.documents, tokens=shard.tokens)
             if number < done:
                 continue
             mark, before = shard.mark(), record.counts()
@@ -213,17 +216,6 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started
     return record
-
-
-def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
-    """Return the faults of a file, read to its end or its first fault without tokenizing."""
-    faults = LineFaults(skip=job.options.skips_lines)
-    arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
-    try:
-        deque(arrays, maxlen=0)
-    except InputError as error:
-        return [error]
-    return []
 
 
 def _tokenize_file(
@@ -283,58 +275,46 @@ _SMALL_BYTES, _MOST_TOGETHER = 64_000, 4096
 """Bytes of a file that is encoded with others: a call of an engine costs as much as 50 kB of text; and such files."""
 
 
-@dataclass(frozen=True)
-class _SmallFiles:
-    """Files that are opened and read once, one after another, and encoded together."""
-
-    texts: list[bytes] = field(default_factory=list)
-    ends: list[int] = field(default_factory=lambda: [0])
-    """Texts up to the end of each file, after a leading 0."""
-    rows: list[int] = field(default_factory=list)
-    """Texts and nulls of each file."""
-    fingerprints: list[str] = field(default_factory=list)
-
-    def read(self, job: TokenizeContext, files: Sequence[InputFile]) -> int:
-        """Read the first of `files`, as many as fit into a batch. Return the number of files that need not be read
-        here again: the last of them is not among those read if anything is wrong with it."""
-        options, room, top = job.options, job.options.batch_bytes, join_path(job.dataset, "")
-        for number, (name, size, changed) in enumerate(files):
-            if not 0 < size <= _SMALL_BYTES:  # 0: a pipe can be read only once
-                return max(1, number)
-            path = top + name
-            try:
-                content, *status = read_with_status(path, size + 1)
-                rows = texts_of_content(content, path, options.column, most=options.batch_bytes, scratch=job.output)
-            except Exception:  # its own task names it
-                return number + 1
-            texts = [text for text in rows if text is not None]
-            room -= sum(map(len, texts))
-            if room < 0 or len(self.texts) + len(texts) > options.batch_documents:
-                return max(1, number)
-            if status != [size, changed] or len(content) != size:
-                return number + 1
-            self.texts.extend(texts)
-            self.ends.append(len(self.texts))
-            self.rows.append(len(rows))
-            self.fingerprints.append(content_hash(path, content))
-        return len(files)
-
-    def add(self, job: TokenizeContext, engine: Engine, shard: ShardWriter, record: TaskRecord) -> bool:
-        """Add the documents of all files to the shard. False if the tokenizer does not know one of the texts."""
-        texts, routed = PackedTexts.join(self.texts), engine.routed
+def _add_small_files(
+    job: TokenizeContext, files: Sequence[InputFile], engine: Engine, shard: ShardWriter, record: TaskRecord
+) -> tuple[int, int]:
+    """Add the first of `files`, each opened and read once, as many as fit into a batch, encoded together. Return their
+    number, 0 if the tokenizer does not know a text, and the number of files to read alone if they are not added: these
+    and the next one, of which its own turn says what is wrong."""
+    options, room, top = job.options, job.options.batch_bytes, join_path(job.dataset, "")
+    texts, ends, rows, known = list[bytes](), [0], list[int](), list[str]()
+    for name, size, changed in files:
+        path = top + name
+        if not 0 < size <= _SMALL_BYTES:  # 0: a pipe can be read only once
+            break
         try:
-            encoded = engine.encode(texts)
-        except Exception:  # the task of its file names it
-            engine.routed = routed
-            return False
-        record.null_documents += sum(self.rows) - len(texts)
-        record.rows += sum(self.rows) - len(texts)
-        _add_documents(job, texts, encoded, shard, record)
-        kept = np.cumsum(np.append(0, (encoded[1] > 0) | job.framing.keep_empty))
-        record.file_documents += np.diff(kept[self.ends]).tolist()
-        record.file_rows += self.rows
-        record.fingerprints += self.fingerprints
-        return True
+            content, *status = read_with_status(path, size + 1)
+            found = texts_of_content(content, path, options.column, most=options.batch_bytes, scratch=job.output)
+        except Exception:
+            break
+        new = [text for text in found if text is not None]
+        room -= sum(map(len, new))
+        many = len(texts) + len(new) > options.batch_documents
+        if many or room < 0 or status != [size, changed] or len(content) != size:
+            break
+        texts += new
+        ends.append(len(texts))
+        rows.append(len(found))
+        known.append(file_content_hash(path, content))
+    packed, routed = PackedTexts.join(texts), engine.routed
+    try:
+        encoded = engine.encode(packed)
+    except Exception:
+        engine.routed = routed
+        return 0, len(rows) + 1
+    _add_documents(job, packed, encoded, shard, record)
+    record.null_documents += sum(rows) - len(texts)
+    record.rows += sum(rows) - len(texts)
+    kept = np.append(0, np.cumsum((encoded[1] > 0) | job.framing.keep_empty))
+    record.file_documents += np.diff(kept[ends]).tolist()
+    record.file_rows += rows
+    record.fingerprints += known
+    return len(rows), len(rows) + 1
 
 
 def _encode(engine: Engine, texts: PackedTexts, faults: LineFaults, where: str) -> tuple[PackedTexts, Encoded]:

@@ -129,13 +129,13 @@ FIRST_UNASSIGNED_LEAD = 0xCD
 
 
 @functools.cache
-def unassigned_table(more: str = "") -> CharacterSet:
-    """Return the code points that this Python's Unicode tables do not know, and those of `more`."""
+def doubtful_table() -> CharacterSet:
+    """Return the code points that this Python's Unicode tables do not know, and U+180E: a space in some versions."""
     table = np.ones(1 << 21, np.bool_)
     for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between are empty
         table[begin:end] = unicode_categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
-    table[[*map(ord, more)]] = True
+    table[0x180E] = True
     return CharacterSet(table)
 
 
@@ -243,13 +243,11 @@ class RoutedEngine:
             self._fast = DigitEngine(fast, each=plan.digits == "each")
         elif plan.cut:
             self._fast = AddedTokenEngine(fast, plan.cut, plan.special)
-        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
-        self._table = unassigned_table(late)
+        self._table = doubtful_table()
         plain = {*plan.plain}
         if plan.normalize is not None:
             plain |= {unicodedata.normalize(plan.normalize, token) for token in plan.plain}
-        early = (point for point in plan.doubtful if point not in late)
-        self._needles = tuple(word.encode() for word in (*early, *sorted(plain)) if word)
+        self._needles = tuple(word.encode() for word in sorted(plain) if word)
         self._form = plan.normalize
         self._make_normalizer, self._make_other = normalizer, other
         self._normalizer: Callable[[str], str] | None = None

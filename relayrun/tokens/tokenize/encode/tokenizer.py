@@ -70,13 +70,9 @@ class DocumentFraming:
         return out, framed
 
 
+@no_collection()
 def ids_fingerprint(definition: str) -> str:
     """Return the SHA-256, hexadecimal, of the data that decides ids in a serialized tokenizer (`Tokenizer.to_str`)."""
-    with no_collection():
-        return _hash_definition(definition)
-
-
-def _hash_definition(definition: str) -> str:
     tokenizer = json.loads(definition)
     parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     for token in parts["added_tokens"] or ():
