@@ -122,7 +122,7 @@ def test_bad_files_are_not_looked_at_again_and_again(
     for name in names[:15]:
         (tmp_path / name).write_bytes(b"{broken")
     looks = []
-    plain = shard_task.read_with_status
-    monkeypatch.setattr(shard_task, "read_with_status", lambda path, most: looks.append(path) or plain(path, most))
+    plain = shard_task.texts_of_content
+    monkeypatch.setattr(shard_task, "texts_of_content", lambda *a, **k: looks.append(a) or plain(*a, **k))
     tokenize(tmp_path, names, "out", on_error="skip-file")
     assert len(looks) <= 30

@@ -7,6 +7,7 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -188,15 +189,11 @@ def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile
         raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
     found = [each for each in looked if isinstance(each, RowFile)]
     first = wide_schema(found[0].schema)
-    bad = [
-        InputError(
-            f"its columns are others than those of {printable(found[0].path)}: {_schema_difference(schema, first)}",
-            where=printable(file.path),
-            hint="shuffle files of one kind at a time",
-        )
-        for file in found[1:]
-        if (schema := wide_schema(file.schema)) != first
-    ]
+    for file in found[1:]:
+        if (schema := wide_schema(file.schema)) != first:
+            words = f"its columns are others than those of {printable(found[0].path)}: "
+            words, hint = words + _schema_difference(schema, first), "shuffle files of one kind at a time"
+            bad.append(InputError(words, where=printable(file.path), hint=hint))
     if bad:
         raise combined_error(bad, f"of {len(files):,} files have other columns than the first one")
     return found
@@ -210,14 +207,12 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
         find_field(file.schema_arrow, path, column)
         metadata = file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        pages = [each.total_byte_size * min(_PAGE_ROWS, each.num_rows) // max(each.num_rows, 1) for each in groups]
         return RowFile(
             path=path,
             size=sum(group.total_byte_size for group in groups),
             rows=metadata.num_rows,
-            page=max(
-                (group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1) for group in groups),
-                default=0,
-            ),
+            page=max(pages, default=0),
             schema=pa.schema([_plain_field(field) for field in file.schema_arrow]),
         )
 
@@ -311,7 +306,7 @@ def sample_texts(
     texts: list[str] = []
     for path in chosen:
         left = most_bytes // len(chosen)
-        try:
+        with contextlib.suppress(InputError):  # the task of the file reports it
             for array in read(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
                 for piece in PackedTexts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
@@ -319,6 +314,4 @@ def sample_texts(
                         left -= len(piece)
                 if left <= 0:
                     break
-        except InputError:  # the task of the file reports it
-            continue
     return PackedTexts.of(texts)

@@ -343,17 +343,6 @@ def stat_file(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def read_with_status(path: str, most: int) -> tuple[bytes, int, int]:
-    """Return the first bytes of a file, at most `most`, and its bytes and modification time (see `stat_file`) after
-    that. Raises as `open_input` and `stat_url`."""
-    if is_url(path):
-        with open_input(path) as raw:
-            return raw.read(most), *stat_url(path)
-    with open(path, "rb", buffering=0) as file:
-        content, status = file.read(most), os.fstat(file.fileno())
-    return content, status.st_size, status.st_mtime_ns
-
-
 def modified_time(info: Mapping[str, Any]) -> int:
     """Return a file's modification time in ns; 0 if the store does not tell it. A tag of the version (a web server; the
     Hugging Face hub, whose tag is the hash of the content) gives a number in place of the time."""

@@ -16,7 +16,6 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -206,16 +205,18 @@ def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]], tokens: i
     return "; ".join(found)
 
 
-def file_content_hash(path: str, content: bytes | None = None) -> str:
-    """Return a fingerprint of the bytes of a file. `content`: the whole of a small one that is read already.
+def content_hash(content: bytes) -> str:
+    """Return the fingerprint of a local file with this content."""
+    return _WHOLE + xxhash.xxh3_128_hexdigest(content)
+
+
+def file_content_hash(path: str) -> str:
+    """Return a fingerprint of the bytes of a file.
 
     A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. A range: `range:` and the
     checksum of its bytes, behind which its last row may end. Below a URL, to avoid a second fetch: `ends:` and the
     sha256 of the first and last 64 KiB of the file. Empty for an unreadable file and a pipe.
     """
-    if content is not None:
-        ends = hashlib.sha256(content + content)
-        return _ENDS + ends.hexdigest() if is_url(path) else _WHOLE + xxhash.xxh3_128_hexdigest(content)
     path, begin, end = split_range(path)
     if not is_url(path):
         with contextlib.suppress(OSError):

@@ -33,14 +33,14 @@ from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, first_line, join_path, printable, read_with_status
+from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, content_hash, file_content_hash
 from relayrun.tokens.tokenize.step_task import ShardSteps, read_texts
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
@@ -173,7 +173,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
                 except InputError as error:
                     bad.append(error)
                 continue
-            if number >= alone and steps is None:
+            if number >= alone and steps is None and not is_url(job.dataset):
                 few = part.inputs[number : number + _MOST_TOGETHER]
                 added, tried = _add_small_files(job, few, engine, shard, record)
                 done, alone = number + added, number + tried
@@ -278,9 +278,9 @@ _SMALL_BYTES, _MOST_TOGETHER = 64_000, 4096
 def _add_small_files(
     job: TokenizeContext, files: Sequence[InputFile], engine: Engine, shard: ShardWriter, record: TaskRecord
 ) -> tuple[int, int]:
-    """Add the first of `files`, each opened and read once, as many as fit into a batch, encoded together. Return their
-    number, 0 if the tokenizer does not know a text, and the number of files to read alone if they are not added: these
-    and the next one, of which its own turn says what is wrong."""
+    """Add the first of these local files, as many as fit into a batch, encoded together; each is opened and read once.
+    Return their number, 0 if the tokenizer does not know a text, and the number of files to read alone unless they are
+    added: these and the next one, whose own turn says what is wrong."""
     options, room, top = job.options, job.options.batch_bytes, join_path(job.dataset, "")
     texts, ends, rows, known = list[bytes](), [0], list[int](), list[str]()
     for name, size, changed in files:
@@ -288,19 +288,20 @@ def _add_small_files(
         if not 0 < size <= _SMALL_BYTES:  # 0: a pipe can be read only once
             break
         try:
-            content, *status = read_with_status(path, size + 1)
+            with open(path, "rb", buffering=0) as file:
+                content, status = file.read(size + 1), os.fstat(file.fileno())
             found = texts_of_content(content, path, options.column, most=options.batch_bytes, scratch=job.output)
         except Exception:
             break
         new = [text for text in found if text is not None]
         room -= sum(map(len, new))
         many = len(texts) + len(new) > options.batch_documents
-        if many or room < 0 or status != [size, changed] or len(content) != size:
+        if many or room < 0 or status.st_mtime_ns != changed or not status.st_size == len(content) == size:
             break
         texts += new
         ends.append(len(texts))
         rows.append(len(found))
-        known.append(file_content_hash(path, content))
+        known.append(content_hash(content))
     packed, routed = PackedTexts.join(texts), engine.routed
     try:
         encoded = engine.encode(packed)

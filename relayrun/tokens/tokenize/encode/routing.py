@@ -204,7 +204,9 @@ class DigitEngine:
 
     def encode(self, texts: PackedTexts) -> Encoded:
         ascii_digits = (texts.used - np.uint8(0x30)) < 10
-        others, ends = _other_digits(texts)
+        others = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
+        lead = texts.used[others]
+        ends = others + 2 + (lead >= 0xE0) + (lead >= 0xF0)
         if self._each:
             taken = np.flatnonzero(ascii_digits)
             ids = self._ids[texts.used[taken] - 0x30]
@@ -213,13 +215,6 @@ class DigitEngine:
             ascii_digits[(others + step)[others + step < ends]] = True
         borders = np.flatnonzero(ascii_digits[1:] != ascii_digits[:-1]) + 1
         return encode_pieces(self._engine, texts, _NO_POSITIONS, _NO_POSITIONS, np.empty(0, np.uint32), (borders,))
-
-
-def _other_digits(texts: PackedTexts) -> tuple[Positions, Positions]:
-    """Return begins and ends of numeric characters beyond ASCII, in the bytes used."""
-    begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
-    lead = texts.used[begins]
-    return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)
 
 
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from relayrun.control.trainers.pickle_records import no_collection
-from relayrun.errors import InputError
+from relayrun.errors import InputError, did_you_mean_path
 from relayrun.tokens.shards.shard import token_dtype
 from relayrun.tokens.stores.urls import first_line
 from relayrun.tokens.tokenize.encode import tokenizer_files
@@ -184,7 +184,8 @@ def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _Foun
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
         return found
     if path.suffix == ".json" or not tokenizer_files.is_hub_name(name):
-        raise tokenizer_files.missing_tokenizer_error(file)
+        hint = did_you_mean_path(file) or tokenizer_files.USUAL_HINT
+        raise InputError("there is no such tokenizer file", where=file, hint=hint)
     here = tokenizer_files.check_hub(name, options.cache_dir)
     # the file itself, as from a folder: transformers' classes may put their own normalizer or splitting in its place
     if (folder := tokenizer_files.fetch_tokenizer_json(name, options.cache_dir, only_here=here)) is not None:
