@@ -100,6 +100,8 @@ class _FirstBadLines(LineFaults):
 def check_column(path: str, column: str, skip_lines: bool = False) -> None:
     """Read the schema or the first lines of a file, and the first texts. Raises InputError as `read_column`.
     `skip_lines`: some bad lines at the beginning are accepted."""
+    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
+        return  # a pipe can be read only once
     faults = _FirstBadLines(skip=skip_lines)
     arrays = read_column(path, column, batch_bytes=1, faults=faults)
     if next(arrays, None) is None:
@@ -128,7 +130,7 @@ def check_files(
     remote = urls.is_url(paths[0])
     chosen = paths[:: -(-len(paths) // (MAX_CHECKED_REMOTE_FILES if remote else MAX_CHECKED_FILES))]
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        found = list(pool.map(lambda path: _file_fault(path, column, skip_lines=skip_lines), chosen))
+        found = list(pool.map(lambda path: _or_error(check_column, path, column, skip_lines), chosen))
     faults: list[RelayrunError] = [fault for fault in found if fault is not None]
     if not faults or (skip_files and len(faults) < len(chosen)):
         return
@@ -138,12 +140,6 @@ def check_files(
         log.warning("%s", error)
         return
     raise error
-
-
-def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
-    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
-        return None  # a pipe can be read only once
-    return _or_error(check_column, path, column, skip_lines)
 
 
 def _or_error(call: Callable[..., T], *arguments: Any) -> T | InputError:

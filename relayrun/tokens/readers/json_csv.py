@@ -289,7 +289,11 @@ def read_csv(
                     continue  # an empty line
                 if names is None:
                     names = row
-                    place = _column_index(names, file, column)
+                    if names.count(column) > 1:
+                        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
+                    if column not in names:
+                        raise missing_column_error(file, column, names)
+                    place = names.index(column)
                     continue
                 text = _row_text(row, names, place, column)
                 if faults.whole_rows:
@@ -313,14 +317,6 @@ def read_csv(
             size += len(text)
         if texts:
             yield large_strings(texts)
-
-
-def _column_index(names: list[str], file: str, column: str) -> int:
-    if names.count(column) > 1:
-        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
-    if column not in names:
-        raise missing_column_error(file, column, names)
-    return names.index(column)
 
 
 def _row_text(row: list[str], names: list[str], place: int, column: str) -> bytes:

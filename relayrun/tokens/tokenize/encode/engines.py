@@ -78,9 +78,6 @@ def _character_texts() -> list[str]:
     return ["".join(f"{mark}a{mark} {mark}1" for mark in kept[start : start + 32]) for start in range(0, len(kept), 32)]
 
 
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-
-
 TokenizerLoader = Callable[[], Tokenizer]
 """Returns a loaded tokenizer on demand."""
 
@@ -131,8 +128,8 @@ def select_engine(
     caller has it. Proofs are cached on this machine (`tokenizer_files`): a repeated proof does not even load the
     tokenizer. Raises InputError for an unknown name.
     """
-    if wanted not in ENGINES:
-        raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
+    if wanted not in get_args(EngineName):
+        raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(get_args(EngineName))}")
 
     @functools.cache
     def load() -> Tokenizer:

@@ -209,8 +209,11 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
         hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
         raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
     random = _switch_off_dropout(tokenizer, where)
-    if options.special_text:
-        tokenizer = _without_special_tokens(tokenizer)
+    if options.special_text:  # not special: every engine encodes their text as their ids
+        known = json.loads(tokenizer.to_str())
+        for token in known["added_tokens"]:
+            token["special"] = False
+        tokenizer = Tokenizer.from_str(json.dumps(known))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -239,14 +242,6 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
         log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
     return bool(dropout)
-
-
-def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Make added tokens not special, so that every engine encodes their text as their ids."""
-    definition = json.loads(tokenizer.to_str())
-    for token in definition["added_tokens"]:
-        token["special"] = False
-    return Tokenizer.from_str(json.dumps(definition))
 
 
 def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
