@@ -89,6 +89,22 @@ def test_files_of_models_logs_and_lists_are_no_text(tmp_path: Path) -> None:
     assert "ckpt/config.json" in prepared(data, filter_out=["safetensors"])
 
 
+def test_files_of_ranks_of_datatrove_that_have_not_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [f"out/{rank:05d}.jsonl" for rank in range(4)] + ["other/00001.jsonl"]
+    logs = {f"out/logs/completions/{rank:05d}": b"" for rank in (0, 2)}
+    logs["out/logs/executor.json"] = json.dumps({"world_size": 5}).encode()
+    data = write(tmp_path / "data", numbered(*names) | logs)
+    with pytest.raises(InputError, match=r"out/logs/completions lacks this rank of datatrove"):
+        prepared(data)
+    assert {path for path, line in lines(data).items() if line.get("why") == "not whole"} == {names[1], names[3]}
+    assert "out/logs: 3 ranks of datatrove have not ended: 00001, 00003, 00004" in caplog.text
+    assert prepared(data, filter_out=["out/00001", "out/00003"]) == ["other/00001.jsonl", names[0], names[2]]
+    assert len(prepared(data, filter_out=["logs/"])) == 5
+    for rank in (1, 3, 4):
+        (data / f"out/logs/completions/{rank:05d}").touch()
+    assert len(prepared(data)) == 5
+
+
 def parquet(**columns: list[str]) -> bytes:
     out = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), out)

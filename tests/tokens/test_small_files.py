@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.tokenize import shard_task
+from relayrun.tokens.tokenize import pipeline, shard_task
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord
@@ -63,6 +66,36 @@ def test_the_shard_and_its_record_are_those_of_files_one_by_one(
     assert facts(tokenize(tmp_path, names, "alone", **options)) == facts(together)
 
 
+def test_a_small_file_is_opened_once(tmp_path: Path, names: list[str]) -> None:
+    opened, listening = Counter[str](), True
+
+    def listen(event: str, given: tuple[Any, ...]) -> None:  # stays for ever
+        if listening and event == "open":
+            opened[str(given[0])] += 1
+
+    sys.addaudithook(listen)
+    tokenize(tmp_path, names, "out")
+    listening = False
+    large, looked_at = 1, 8  # read for its text, and for its checksum; files that prove the engine
+    assert sum(opened[str(tmp_path / name)] for name in names) <= len(names) + large + looked_at
+
+
+def test_a_small_file_that_changed_since_it_was_listed_is_an_error(
+    tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = pipeline.select_engine
+
+    def change_a_file(*given: Any, **how: Any) -> Any:
+        file, text = tmp_path / names[3], (tmp_path / names[3]).read_bytes()
+        file.write_bytes(text.replace(b"3", b"4"))
+        os.utime(file, ns=(0, 1))
+        return plain(*given, **how)
+
+    monkeypatch.setattr(pipeline, "select_engine", change_a_file)
+    with pytest.raises(InputError, match=f"{names[3]}.*this file was changed while it was read"):
+        tokenize(tmp_path, names, "out")
+
+
 def test_few_calls_of_the_engine(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(shard_task, "_encode", lambda *given: calls.append(given))  # of files that are alone
@@ -89,7 +122,7 @@ def test_bad_files_are_not_looked_at_again_and_again(
     for name in names[:15]:
         (tmp_path / name).write_bytes(b"{broken")
     looks = []
-    plain = shard_task.read_column
-    monkeypatch.setattr(shard_task, "read_column", lambda path, *a, **k: looks.append(path) or plain(path, *a, **k))
+    plain = shard_task.texts_of_content
+    monkeypatch.setattr(shard_task, "texts_of_content", lambda *a, **k: looks.append(a) or plain(*a, **k))
     tokenize(tmp_path, names, "out", on_error="skip-file")
-    assert len(looks) <= 30 + 15 + 10  # a look at each, once more at the bad ones, and the sample for the engine
+    assert len(looks) <= 30

@@ -25,7 +25,6 @@ KNOWN = {
     "archive-with-sha256sums": f"{_END}; {_SUMS}",
     "texts-with-md5": _SUMS,
     "spark-edited-after": _SUMS,
-    "datatrove-timeout": "completions are not read",
     "dolma-like-attributes": _TEXT,
 }
 SECOND_KNOWN = {

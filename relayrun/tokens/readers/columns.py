@@ -7,6 +7,8 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import pkgutil
@@ -24,7 +26,8 @@ from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unre
 from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range
-from relayrun.tokens.readers.inputs import PARQUET, content_fault_now, file_format
+from relayrun.tokens.readers.inputs import JSON_LINES, PARQUET, content_fault_now, file_format
+from relayrun.tokens.readers.json_csv import plain_texts
 from relayrun.tokens.readers.texts import PackedTexts, find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
@@ -58,6 +61,21 @@ def read_column(
         raise content_fault_now(file) or unreadable_file_error(path, error, hint=hint) from None
 
 
+def texts_of_content(content: bytes, path: str, column: str, *, most: int, scratch: str) -> list[bytes | None]:
+    """Return the texts and nulls of a file with this content, in UTF-8. Raises an Exception if `read_column` has to
+    look: anything is wrong with the file, or its texts have more than `most` bytes."""
+    form = file_format(path)
+    texts = plain_texts(content, path, column, most) if form is JSON_LINES else None
+    if texts is None:
+        texts, read = [], pkgutil.resolve_name(form.reader)
+        for array in read(io.BytesIO(content), path, column, batch_bytes=most, scratch=scratch, faults=LineFaults()):
+            if (most := most - array.nbytes) < 0:  # a few compressed bytes can be much text
+                raise ValueError("too much text")
+            texts += map(bytes, PackedTexts.from_arrow(array.drop_null()).views())
+            texts += [None] * array.null_count
+    return texts
+
+
 MAX_BAD_FIRST_LINES = 100
 """`check_column` stops after so many bad lines if lines may be skipped."""
 
@@ -82,6 +100,8 @@ class _FirstBadLines(LineFaults):
 def check_column(path: str, column: str, skip_lines: bool = False) -> None:
     """Read the schema or the first lines of a file, and the first texts. Raises InputError as `read_column`.
     `skip_lines`: some bad lines at the beginning are accepted."""
+    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
+        return  # a pipe can be read only once
     faults = _FirstBadLines(skip=skip_lines)
     arrays = read_column(path, column, batch_bytes=1, faults=faults)
     if next(arrays, None) is None:
@@ -110,7 +130,7 @@ def check_files(
     remote = urls.is_url(paths[0])
     chosen = paths[:: -(-len(paths) // (MAX_CHECKED_REMOTE_FILES if remote else MAX_CHECKED_FILES))]
     with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
-        found = list(pool.map(lambda path: _file_fault(path, column, skip_lines=skip_lines), chosen))
+        found = list(pool.map(lambda path: _or_error(check_column, path, column, skip_lines), chosen))
     faults: list[RelayrunError] = [fault for fault in found if fault is not None]
     if not faults or (skip_files and len(faults) < len(chosen)):
         return
@@ -120,12 +140,6 @@ def check_files(
         log.warning("%s", error)
         return
     raise error
-
-
-def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
-    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
-        return None  # a pipe can be read only once
-    return _or_error(check_column, path, column, skip_lines)
 
 
 def _or_error(call: Callable[..., T], *arguments: Any) -> T | InputError:
@@ -171,15 +185,11 @@ def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile
         raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
     found = [each for each in looked if isinstance(each, RowFile)]
     first = wide_schema(found[0].schema)
-    bad = [
-        InputError(
-            f"its columns are others than those of {printable(found[0].path)}: {_schema_difference(schema, first)}",
-            where=printable(file.path),
-            hint="shuffle files of one kind at a time",
-        )
-        for file in found[1:]
-        if (schema := wide_schema(file.schema)) != first
-    ]
+    for file in found[1:]:
+        if (schema := wide_schema(file.schema)) != first:
+            words = f"its columns are others than those of {printable(found[0].path)}: "
+            words, hint = words + _schema_difference(schema, first), "shuffle files of one kind at a time"
+            bad.append(InputError(words, where=printable(file.path), hint=hint))
     if bad:
         raise combined_error(bad, f"of {len(files):,} files have other columns than the first one")
     return found
@@ -193,14 +203,12 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
         find_field(file.schema_arrow, path, column)
         metadata = file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+        pages = [each.total_byte_size * min(_PAGE_ROWS, each.num_rows) // max(each.num_rows, 1) for each in groups]
         return RowFile(
             path=path,
             size=sum(group.total_byte_size for group in groups),
             rows=metadata.num_rows,
-            page=max(
-                (group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1) for group in groups),
-                default=0,
-            ),
+            page=max(pages, default=0),
             schema=pa.schema([_plain_field(field) for field in file.schema_arrow]),
         )
 
@@ -288,13 +296,13 @@ def sample_texts(
     read: Callable[..., Iterator[pa.Array]] = read_column,
 ) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
-    # a pipe can be read only once
-    paths = [path for path in paths if urls.is_url(path) or os.path.isfile(file_of_range(path))]
     chosen = paths[:: max(1, len(paths) // 8)][:8]
+    # a pipe can be read only once
+    chosen = [path for path in chosen if urls.is_url(path) or os.path.isfile(file_of_range(path))]
     texts: list[str] = []
     for path in chosen:
         left = most_bytes // len(chosen)
-        try:
+        with contextlib.suppress(InputError):  # the task of the file reports it
             for array in read(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
                 for piece in PackedTexts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
@@ -302,6 +310,4 @@ def sample_texts(
                         left -= len(piece)
                 if left <= 0:
                     break
-        except InputError:  # the task of the file reports it
-            continue
     return PackedTexts.of(texts)

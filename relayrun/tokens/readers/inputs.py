@@ -126,9 +126,10 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
     inputs: list[InputFile] = []
     missing: list[RelayrunError] = []
+    folder = urls.join_path(os.fspath(dataset), "")
     for name in names:
         try:
-            size, changed = urls.stat_file(urls.join_path(os.fspath(dataset), file_of_range(name)))
+            size, changed = urls.stat_file(folder + file_of_range(name))
             inputs.append((name, range_bytes(name, size), changed))
         except MissingInput as error:
             missing.append(error)

@@ -137,16 +137,21 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
 
 
 def _unfinished(folder: str, inventory: Inventory) -> _SetFaults:
-    """Yield files whose download has not ended, as a note beside them says, or whose end is missing."""
+    """Yield files whose download or rank has not ended, as notes beside them say, or whose end is missing."""
     notes, hint = inventory.notes, "fetch or write it again, or leave it out with --filter-out, or the note"
+    ranks = [*published.open_ranks(folder, notes)]
+    for logs, begun, _ in ranks:
+        log.warning("%s: %d ranks of datatrove have not ended: %s", logs, len(begun), first_names(begun))
     with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
         torn = pool.map(lambda file: is_torn(urls.join_path(folder, file.path)), inventory.taken)
     for file, has_no_end in zip(inventory.taken, torn, strict=True):
-        note = next((file.path + ending for ending in _UNFINISHED if file.path + ending in notes), None)
-        if note or has_no_end:
-            words = f"{note} says that this download has not ended" if note else "it may be torn: its end is missing"
+        found = [file.path + ending for ending in _UNFINISHED if file.path + ending in notes]
+        faults = [f"{note} says that this download has not ended" for note in found]
+        faults += [f"{logs}/completions lacks this rank of datatrove" for logs, _, of in ranks if of.match(file.path)]
+        faults += ["it may be torn: its end is missing"] * has_no_end
+        if faults:
             where = printable(urls.join_path(folder, file.path))
-            yield InputError(words, where=where, hint=hint), "not whole", [file]
+            yield InputError(faults[0], where=where, hint=hint), "not whole", [file]
 
 
 def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:

@@ -17,6 +17,7 @@ import io
 import json
 import re
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
@@ -53,6 +54,23 @@ def read_jsonl(
     file, begin, _ = split_range(path)
     lines = open_decompressed(raw, path) if file == path else RangeLines(raw, path, open_decompressed)
     yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults, begun=begin > 0)
+
+
+def plain_texts(content: bytes, path: str, column: str, most: int) -> list[bytes | None] | None:
+    """Return the texts of the whole content of a file in UTF-8, at a tenth of the cost of `read_jsonl`. None if that
+    has to look: at more than `most` bytes, several members, another compression than gzip, or a line of any fault."""
+    compression = file_compression(path)
+    try:
+        if compression == "gzip":
+            stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            content = stream.decompress(content, most)
+            compression = None if stream.eof and not stream.unused_data else compression
+        if compression is not None or not content.startswith(b'{"'):
+            return None
+        values = [orjson.loads(line)[column] for line in content.split(b"\n") if line]
+        return [None if value is None else value.encode() for value in values]
+    except (ValueError, LookupError, TypeError, AttributeError, zlib.error):
+        return None
 
 
 def open_decompressed(raw: BinaryIO, path: str, expected: str | None = None) -> io.BufferedReader:
@@ -271,7 +289,11 @@ def read_csv(
                     continue  # an empty line
                 if names is None:
                     names = row
-                    place = _column_index(names, file, column)
+                    if names.count(column) > 1:
+                        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
+                    if column not in names:
+                        raise missing_column_error(file, column, names)
+                    place = names.index(column)
                     continue
                 text = _row_text(row, names, place, column)
                 if faults.whole_rows:
@@ -295,14 +317,6 @@ def read_csv(
             size += len(text)
         if texts:
             yield large_strings(texts)
-
-
-def _column_index(names: list[str], file: str, column: str) -> int:
-    if names.count(column) > 1:
-        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
-    if column not in names:
-        raise missing_column_error(file, column, names)
-    return names.index(column)
 
 
 def _row_text(row: list[str], names: list[str], place: int, column: str) -> bytes:

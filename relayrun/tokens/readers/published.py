@@ -196,6 +196,20 @@ def unfinished_downloads(notes: Set[str]) -> list[str]:
     return sorted(found)
 
 
+def open_ranks(place: str, notes: Set[str]) -> Iterator[tuple[str, list[str], re.Pattern[str]]]:
+    """Yield a folder of logs of datatrove, the ranks that have not ended where others have, and a pattern of
+    their files."""
+    for logs, name in map(os.path.split, notes):
+        if name == "executor.json":
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                count = json.loads(Path(place, logs, name).read_bytes())["world_size"]
+                ranks = [f"{rank:05d}" for rank in range(count)]
+                begun = [rank for rank in ranks if os.path.join(logs, "completions", rank) not in notes]
+                if 0 < len(begun) < count:
+                    top = re.escape(os.path.join(os.path.dirname(logs), ""))
+                    yield logs, begun, re.compile(rf"(?s){top}(.*/)?({'|'.join(begun)})\D")
+
+
 FILTERED_OUT = "filtered out"
 """By `filter_out`: such a file says nothing of others."""
 ENDING_NOT_READ = "ending not read"

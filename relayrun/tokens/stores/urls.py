@@ -388,18 +388,16 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
     except FileNotFoundError:
         raise MissingInput(missing, where=url) from None
     except ImportError as error:
+        from fsspec.registry import known_implementations
+
+        scheme = url.partition("://")[0]
+        package = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
+        package = f"'fsspec[{scheme}]'" if package in ("", "fsspec") else package
         words = f"the package of this scheme cannot be imported: {first_line(error)}"
-        raise InputError(words, where=url, hint=f"pip install {_scheme_package(url.partition('://')[0])}") from None
+        raise InputError(words, where=url, hint=f"pip install {package}") from None
     except Exception as error:  # unknown scheme, no access: each package has its own errors
         hint = "install fsspec's package of the scheme, and set its credentials"
         raise InputError(f"fsspec cannot look at this: {first_line(error)}", where=url, hint=hint) from None
-
-
-def _scheme_package(scheme: str) -> str:
-    from fsspec.registry import known_implementations
-
-    package = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
-    return f"'fsspec[{scheme}]'" if package in ("", "fsspec") else package
 
 
 def printable(name: str) -> str:

@@ -189,7 +189,8 @@ def _begin_tasks(
     write_atomic(logs / "tokenizer.json", tokenizer.definition)
     files = [file for part in todo for file in part.inputs]
     size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-    paths = [join_path(source, file[0]) for file in files]
+    top = join_path(source, "")
+    paths = [top + file[0] for file in files]
 
     def read(path: str, _: str, **how: Any) -> Iterator[pa.Array]:
         return read_texts(options, *os.path.split(path), **how)

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.tokens.readers.deal_files import deal_in_ranges
@@ -191,6 +193,11 @@ def describe_step_counts(tasks: Iterable[Sequence[Mapping[str, Any]]], tokens: i
         share += f", about {total['bytes_out'] * density / 1e6:,.1f} Mtok" if share and density else ""
         found.append(f"{of[0]['step']} {total['in']:,} in, {total['out']:,} out" + (f" ({share})" if share else ""))
     return "; ".join(found)
+
+
+def content_hash(content: bytes) -> str:
+    """Return the fingerprint of a local file with this content."""
+    return _WHOLE + xxhash.xxh3_128_hexdigest(content)
 
 
 def file_content_hash(path: str) -> str:

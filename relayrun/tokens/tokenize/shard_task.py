@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import re
 import time
@@ -29,19 +28,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
-from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.columns import texts_of_content
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
-from relayrun.tokens.readers.texts import PackedTexts, large_strings, release_pages
+from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, first_line, join_path, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.losses import LOST_DOCUMENTS, LossCounter
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, content_hash, file_content_hash
 from relayrun.tokens.tokenize.step_task import ShardSteps, read_texts
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
@@ -164,19 +163,28 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
-    ahead: _Ahead = {}
+    done = alone = 0  # files before these numbers are in the shard, or are read alone
     try:
         for number, file in enumerate(part.inputs):
-            if bad:
-                bad += _file_faults(job, file)
+            if bad:  # read without tokenizing
+                try:
+                    faults = LineFaults(skip=job.options.skips_lines)
+                    deque(read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults), maxlen=0)
+                except InputError as error:
+                    bad.append(error)
                 continue
-            if not ahead and steps is None and file[1] <= _SMALL_BYTES:
-                ahead = _encode_ahead(job, part.inputs[number : number + _MOST_AHEAD], engine)
+            if number >= alone and steps is None and not is_url(job.dataset):
+                few = part.inputs[number : number + _MOST_TOGETHER]
+                added, tried = _add_small_files(job, few, engine, shard, record)
+                done, alone = number + added, number + tried
+                progress.bytes_read += sum(size for _, size, _ in few[:added])
+                progress.say(documents=record.documents, tokens=shard.tokens)
+            if number < done:
+                continue
             mark, before = shard.mark(), dict(vars(record))  # lists change behind the file alone
             faults = LineFaults(skip=job.options.skips_lines) if steps is None else steps.begin_file(file[0])
             try:
-                ready = ahead.pop(file, None)
-                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps, ready)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults, steps)
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
@@ -210,17 +218,6 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     return record
 
 
-def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
-    """Return the faults of a file, read to its end or its first fault without tokenizing."""
-    faults = LineFaults(skip=job.options.skips_lines)
-    arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
-    try:
-        deque(arrays, maxlen=0)
-    except InputError as error:
-        return [error]
-    return []
-
-
 def _tokenize_file(
     job: TokenizeContext,
     file: InputFile,
@@ -230,33 +227,21 @@ def _tokenize_file(
     progress: TaskProgress,
     faults: LineFaults,
     steps: ShardSteps | None,
-    ready: tuple[pa.Array, Encoded] | None,
 ) -> str:
-    """Add the documents of a file to the shard; return its fingerprint. `ready`: its texts and ids, if it was read and
-    encoded with others. Raises InputError."""
+    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path, first = join_path(job.dataset, file[0]), record.rows
-    arrays: Iterator[pa.Array] = iter(ready[:1] if ready is not None else ())
-    if ready is None:
-        arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
+    arrays = read_texts(job.options, job.dataset, file[0], scratch=job.output, faults=faults)
     seen = arrays if steps is None else map(steps.rows.end_array, arrays)
     for texts in _text_batches(_gather_arrays(seen, job), job, record, steps):
         is_long = texts.used.size > job.options.batch_bytes
         where = _cut_unit_of_file(job.definition, job.fingerprint) if is_long else None
         if where is not None:  # a batch of a single long text
             kept = int(_tokenize_long(texts, where, job.framing, engine, shard))
-            encoded = np.empty(0, np.uint32), np.array([kept], np.int64)  # without unknown ids
+            _count_documents(job, texts, (np.empty(0, np.uint32), np.array([kept], np.int64)), kept, record)
         else:
             where_first = f"{printable(path)}, text {record.rows - first + 1}"
-            texts, encoded = (texts, ready[1]) if ready is not None else _encode(engine, texts, faults, where_first)
-            ids, lengths = job.framing.apply(*encoded, shard.reserve)
-            shard.add(ids, lengths)
-            kept = len(lengths)
-        losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
-        if losses:
-            record.losses = dict(losses + Counter(record.losses))
-        record.documents += kept
-        record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
-        record.rows += len(texts)
+            texts, encoded = _encode(engine, texts, faults, where_first)
+            _add_documents(job, texts, encoded, shard, record)
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
@@ -269,44 +254,68 @@ def _tokenize_file(
     return known
 
 
-_SMALL_BYTES, _MOST_AHEAD = 64_000, 4096
+def _add_documents(
+    job: TokenizeContext, texts: PackedTexts, encoded: Encoded, shard: ShardWriter, record: TaskRecord
+) -> None:
+    ids, lengths = job.framing.apply(*encoded, shard.reserve)
+    shard.add(ids, lengths)
+    _count_documents(job, texts, encoded, len(lengths), record)
+
+
+def _count_documents(job: TokenizeContext, texts: PackedTexts, encoded: Encoded, kept: int, record: TaskRecord) -> None:
+    losses = _loss_counter(job.definition, job.fingerprint).count(texts, encoded)
+    if losses:
+        record.losses = dict(losses + Counter(record.losses))
+    record.documents += kept
+    record.empty_documents += max(0, len(texts) - kept - losses[LOST_DOCUMENTS])  # 0: they are kept
+    record.rows += len(texts)
+
+
+_SMALL_BYTES, _MOST_TOGETHER = 64_000, 4096
 """Bytes of a file that is encoded with others: a call of an engine costs as much as 50 kB of text; and such files."""
 
 
-_Ahead = dict[InputFile, tuple[pa.Array, Encoded] | None]
-"""Texts and ids of files that were read and encoded ahead."""
-
-
-def _encode_ahead(job: TokenizeContext, files: Sequence[InputFile], engine: Engine) -> _Ahead:
-    """Return the texts and ids of small files, as many as fit into a batch, encoded together. Files in which anything
-    is wrong have None: they are read again, alone."""
-    looked: _Ahead = {}
-    found: dict[InputFile, pa.Array] = {}
-    options, left, routed, none = job.options, job.options.batch_bytes, engine.routed, large_strings([])
-    for file in files:
-        if left <= 0 or file[1] > _SMALL_BYTES:
+def _add_small_files(
+    job: TokenizeContext, files: Sequence[InputFile], engine: Engine, shard: ShardWriter, record: TaskRecord
+) -> tuple[int, int]:
+    """Add the first of these local files, as many as fit into a batch, encoded together; each is opened and read once.
+    Return their number, 0 if the tokenizer does not know a text, and the number of files to read alone unless they are
+    added: these and the next one, whose own turn says what is wrong."""
+    options, room, top = job.options, job.options.batch_bytes, join_path(job.dataset, "")
+    texts, ends, rows, known = list[bytes](), [0], list[int](), list[str]()
+    for name, size, changed in files:
+        path = top + name
+        if not 0 < size <= _SMALL_BYTES:  # 0: a pipe can be read only once
             break
-        looked[file] = None
-        with contextlib.suppress(RelayrunError, OSError):
-            path = join_path(job.dataset, file[0])
-            arrays, room = [none], options.batch_bytes
-            for each in read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output):
-                if (room := room - each.nbytes) < 0:
-                    break  # a few compressed bytes can be much text
-                arrays.append(each.cast(pa.large_string()))
-            if room >= 0 and sum(map(len, arrays)) <= options.batch_documents:
-                found[file] = pa.concat_arrays(arrays)
-                left -= options.batch_bytes - room
-    texts = [array.drop_null() for array in found.values()]
+        try:
+            with open(path, "rb", buffering=0) as file:
+                content, status = file.read(size + 1), os.fstat(file.fileno())
+            found = texts_of_content(content, path, options.column, most=options.batch_bytes, scratch=job.output)
+        except Exception:
+            break
+        new = [text for text in found if text is not None]
+        room -= sum(map(len, new))
+        many = len(texts) + len(new) > options.batch_documents
+        if many or room < 0 or status.st_mtime_ns != changed or not status.st_size == len(content) == size:
+            break
+        texts += new
+        ends.append(len(texts))
+        rows.append(len(found))
+        known.append(content_hash(content))
+    packed, routed = PackedTexts.join(texts), engine.routed
     try:
-        ids, lengths = engine.encode(PackedTexts.from_arrow(pa.concat_arrays(texts)))
-    except Exception:  # a text that the tokenizer does not know: the task of its file names it
+        encoded = engine.encode(packed)
+    except Exception:
         engine.routed = routed
-        return looked
-    ends = np.append(0, np.cumsum(lengths))
-    bounds = [*itertools.pairwise(itertools.accumulate(map(len, texts), initial=0))]
-    encoded = [(ids[ends[first] : ends[last]], lengths[first:last]) for first, last in bounds]
-    return looked | dict(zip(found, zip(found.values(), encoded, strict=True), strict=True))
+        return 0, len(rows) + 1
+    _add_documents(job, packed, encoded, shard, record)
+    record.null_documents += sum(rows) - len(texts)
+    record.rows += sum(rows) - len(texts)
+    kept = np.append(0, np.cumsum((encoded[1] > 0) | job.framing.keep_empty))
+    record.file_documents += np.diff(kept[ends]).tolist()
+    record.file_rows += rows
+    record.fingerprints += known
+    return len(rows), len(rows) + 1
 
 
 def _encode(engine: Engine, texts: PackedTexts, faults: LineFaults, where: str) -> tuple[PackedTexts, Encoded]:

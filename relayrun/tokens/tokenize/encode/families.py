@@ -49,34 +49,23 @@ DEEPSEEK = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFamily:
-    """A form of tokenizers, as listed in the documentation's table."""
-
-    name: str
-    engine: FastEngineName
-    doubtful: str = ""
-    """Characters whose class depends on Unicode's version or on case folding: the reference encodes their texts."""
-
-
-_FOLDED = "\u017f\u212a"
-"""Characters that fold to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
-_SPACE_ONCE = "\u180e"
-"""White space in some versions of Unicode only."""
-
-BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
-    (GPT2,): TokenizerFamily(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
-    (CL100K,): TokenizerFamily(name="Llama 3, cl100k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (QWEN2,): TokenizerFamily(name="Qwen", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (O200K,): TokenizerFamily(name="o200k", engine="gigatoken", doubtful=_SPACE_ONCE + _FOLDED),
-    (TEKKEN,): TokenizerFamily(name="Tekken", engine="gigatoken", doubtful=_SPACE_ONCE),
-    DEEPSEEK: TokenizerFamily(name="DeepSeek", engine="gigatoken", doubtful=_SPACE_ONCE),
+BYTE_LEVEL = {
+    (GPT2,): "GPT-2",
+    (CL100K,): "Llama 3, cl100k",
+    (QWEN2,): "Qwen",
+    (O200K,): "o200k",
+    (TEKKEN,): "Tekken",
+    DEEPSEEK: "DeepSeek",
 }
-"""Families of byte-level BPE by their split patterns."""
-DIGITS_FAMILY = TokenizerFamily(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ONCE)
-SENTENCEPIECE_FAMILY = TokenizerFamily(name="Llama 2, Mistral, Gemma", engine="gigatoken")
-BYTES_FAMILY = TokenizerFamily(name="a token for each byte", engine="bytes")
-FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, BYTES_FAMILY)
+"""Names of the families of byte-level BPE by their split patterns."""
+DIGITS_FAMILY = "StarCoder, Digits"
+SENTENCEPIECE_FAMILY = "Llama 2, Mistral, Gemma"
+BYTES_FAMILY = "a token for each byte"
+FAMILIES: dict[str, FastEngineName] = {
+    **dict.fromkeys([*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY], "gigatoken"),
+    BYTES_FAMILY: "bytes",
+}
+"""The engine of each form of tokenizers, by the form's name in the documentation's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +80,6 @@ class EnginePlan:
     """Texts that are not in this form pass through the tokenizer's own normalizer first."""
     digits: Literal["each", "runs"] | None = None
     """The pre-tokenizer isolates every digit, or every run of digits, before its pattern applies to the rest."""
-    doubtful: str = ""
-    """Characters that route a text to the reference, besides unassigned ones."""
     plain: tuple[str, ...] = ()
     """Texts of added tokens that route a text to the reference."""
     cut: tuple[tuple[str, int], ...] = ()
@@ -245,7 +232,7 @@ def _pieces(known: Json) -> EnginePlan | None:
 
 def _plan(
     known: Json,
-    family: TokenizerFamily,
+    family: str,
     *,
     normalize: UnicodeForm | None = None,
     digits: Literal["each", "runs"] | None = None,
@@ -258,23 +245,22 @@ def _plan(
     """
     tokens = known.get("added_tokens") or []
     in_normalized = any(token["normalized"] and not token["special"] for token in tokens)
-    if in_normalized and known.get("normalizer") and family is SENTENCEPIECE_FAMILY:
+    if in_normalized and known.get("normalizer") and family == SENTENCEPIECE_FAMILY:
         return None
     parts: Json = {"added_tokens": [], **changes}
     # the text after a cut must be encoded like the beginning of a text
-    cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
+    cuts_allowed = family == SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
     rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
     everywhere = [each for each in tokens if each["content"] and not any(each[rule] for rule in rules)]
     cut = tuple((token["content"], token["id"]) for token in everywhere if cuts_allowed)
     gone = {content for content, _ in cut}
     plain = [token["content"] for token in tokens if not token["special"]]
     return EnginePlan(
-        family=family.name,
-        engine=family.engine,
+        family=family,
+        engine=FAMILIES[family],
         changes=tuple((name, json.dumps(value)) for name, value in parts.items()),
         normalize=normalize,
         digits=digits,
-        doubtful=family.doubtful,
         plain=tuple(each for each in plain if each not in gone),
         cut=cut,
         special=tuple(token["content"] for token in tokens if token["special"]) if cut else (),

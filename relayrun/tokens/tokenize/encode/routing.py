@@ -129,13 +129,13 @@ FIRST_UNASSIGNED_LEAD = 0xCD
 
 
 @functools.cache
-def unassigned_table(more: str = "") -> CharacterSet:
-    """Return the code points that this Python's Unicode tables do not know, and those of `more`."""
+def doubtful_table() -> CharacterSet:
+    """Return the code points that this Python's Unicode tables do not know, and U+180E: a space in some versions."""
     table = np.ones(1 << 21, np.bool_)
     for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between are empty
         table[begin:end] = unicode_categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
-    table[[*map(ord, more)]] = True
+    table[0x180E] = True
     return CharacterSet(table)
 
 
@@ -204,7 +204,9 @@ class DigitEngine:
 
     def encode(self, texts: PackedTexts) -> Encoded:
         ascii_digits = (texts.used - np.uint8(0x30)) < 10
-        others, ends = _other_digits(texts)
+        others = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
+        lead = texts.used[others]
+        ends = others + 2 + (lead >= 0xE0) + (lead >= 0xF0)
         if self._each:
             taken = np.flatnonzero(ascii_digits)
             ids = self._ids[texts.used[taken] - 0x30]
@@ -213,13 +215,6 @@ class DigitEngine:
             ascii_digits[(others + step)[others + step < ends]] = True
         borders = np.flatnonzero(ascii_digits[1:] != ascii_digits[:-1]) + 1
         return encode_pieces(self._engine, texts, _NO_POSITIONS, _NO_POSITIONS, np.empty(0, np.uint32), (borders,))
-
-
-def _other_digits(texts: PackedTexts) -> tuple[Positions, Positions]:
-    """Return begins and ends of numeric characters beyond ASCII, in the bytes used."""
-    begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
-    lead = texts.used[begins]
-    return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)
 
 
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
@@ -243,13 +238,11 @@ class RoutedEngine:
             self._fast = DigitEngine(fast, each=plan.digits == "each")
         elif plan.cut:
             self._fast = AddedTokenEngine(fast, plan.cut, plan.special)
-        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
-        self._table = unassigned_table(late)
+        self._table = doubtful_table()
         plain = {*plan.plain}
         if plan.normalize is not None:
             plain |= {unicodedata.normalize(plan.normalize, token) for token in plan.plain}
-        early = (point for point in plan.doubtful if point not in late)
-        self._needles = tuple(word.encode() for word in (*early, *sorted(plain)) if word)
+        self._needles = tuple(word.encode() for word in sorted(plain) if word)
         self._form = plan.normalize
         self._make_normalizer, self._make_other = normalizer, other
         self._normalizer: Callable[[str], str] | None = None

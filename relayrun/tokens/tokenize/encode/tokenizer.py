@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from relayrun.control.trainers.pickle_records import no_collection
-from relayrun.errors import InputError
+from relayrun.errors import InputError, did_you_mean_path
 from relayrun.tokens.shards.shard import token_dtype
 from relayrun.tokens.stores.urls import first_line
 from relayrun.tokens.tokenize.encode import tokenizer_files
@@ -70,13 +70,9 @@ class DocumentFraming:
         return out, framed
 
 
+@no_collection()
 def ids_fingerprint(definition: str) -> str:
     """Return the SHA-256, hexadecimal, of the data that decides ids in a serialized tokenizer (`Tokenizer.to_str`)."""
-    with no_collection():
-        return _hash_definition(definition)
-
-
-def _hash_definition(definition: str) -> str:
     tokenizer = json.loads(definition)
     parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     for token in parts["added_tokens"] or ():
@@ -188,7 +184,8 @@ def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _Foun
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
         return found
     if path.suffix == ".json" or not tokenizer_files.is_hub_name(name):
-        raise tokenizer_files.missing_tokenizer_error(file)
+        hint = did_you_mean_path(file) or tokenizer_files.USUAL_HINT
+        raise InputError("there is no such tokenizer file", where=file, hint=hint)
     here = tokenizer_files.check_hub(name, options.cache_dir)
     # the file itself, as from a folder: transformers' classes may put their own normalizer or splitting in its place
     if (folder := tokenizer_files.fetch_tokenizer_json(name, options.cache_dir, only_here=here)) is not None:
@@ -212,8 +209,11 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
         hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
         raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
     random = _switch_off_dropout(tokenizer, where)
-    if options.special_text:
-        tokenizer = _without_special_tokens(tokenizer)
+    if options.special_text:  # not special: every engine encodes their text as their ids
+        known = json.loads(tokenizer.to_str())
+        for token in known["added_tokens"]:
+            token["special"] = False
+        tokenizer = Tokenizer.from_str(json.dumps(known))
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -242,14 +242,6 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
         log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
     return bool(dropout)
-
-
-def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Make added tokens not special, so that every engine encodes their text as their ids."""
-    definition = json.loads(tokenizer.to_str())
-    for token in definition["added_tokens"]:
-        token["special"] = False
-    return Tokenizer.from_str(json.dumps(definition))
 
 
 def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:

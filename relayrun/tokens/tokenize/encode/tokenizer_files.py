@@ -168,11 +168,6 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text and len(text) <= 96
 
 
-def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
-    """Return the error for a missing tokenizer that can only be a file or folder."""
-    return InputError("there is no such tokenizer file", where=path, hint=did_you_mean_path(path) or USUAL_HINT)
-
-
 def check_hub(name: str, cache_dir: str | None) -> bool:
     """Return whether the hub is away, and this machine has a copy. Raises InputError if neither has the tokenizer."""
     from huggingface_hub import HfApi, constants, get_token, try_to_load_from_cache
