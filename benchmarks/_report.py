@@ -444,6 +444,27 @@ SECTIONS: dict[str, list[Row]] = {
         Row("the same the first time, when no sums of ended attempts are kept", "metrics.first", ".2f"),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
+    "many_nodes": [
+        Row("nodes of the large cluster, all on one machine", "nodes", ",.0f"),
+        *(
+            Row(f"CPU seconds of {what}, {told}", f"{cluster}.{verb}", ".2f")
+            for verb, what in (
+                ("begin", "`begin`"),
+                ("begin_with_a_bad_node", "`begin` that leaves out a node"),
+                ("end", "`end`"),
+                ("end_with_a_bad_node", "`end` that leaves out a node"),
+                ("check", "`relayrun check`"),
+                ("status", "`relayrun status RUN`"),
+                ("sentinel", "a look of the sentinel"),
+            )
+            for told, cluster in (
+                ("a job of 4 nodes of 4", "few_nodes_few_in_the_job"),
+                ("a job of 4 of the large cluster", "many_nodes_few_in_the_job"),
+                ("a job of all", "many_nodes_many_in_the_job"),
+            )
+        ),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "simulator": [
         *(
             Row(f"{told}, {what}", f"reproduced.{name}.{figure}", form, most=most)
@@ -581,6 +602,7 @@ SECTIONS: dict[str, list[Row]] = {
 
 
 COMMANDS = {
+    "many_nodes": "_many_nodes.py",
     "kills_often": "kills.py --ranks-per-node 1 --kill-every 12",
     "kills_cost": "kills.py --turns 3 --minutes 3 --spares 0",
 }

@@ -4,8 +4,9 @@
 
 The checkpointer of the training program with dummy tensors of 256 MB in place of a model and its optimizer, without a
 GPU: the state is copied to host memory, which was reserved before, then written, synced and published beside training.
-`stands_still`: until training may change its state. A save that stands still until the commit is beside it. It needs
-twice as much memory as the state has; the bytes go past the page cache.
+`stands_still`: until training may change its state. A save that stands still until the commit is beside it. All tensors
+map one file, so it needs as much memory as the state has, for the copy; the bytes go past the page cache. The
+checkpoint before is removed first.
 """
 
 from __future__ import annotations
@@ -77,13 +78,17 @@ def measure(folder: Path, tensors: int, saves: int) -> dict[str, Any]:
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= names
     torch.manual_seed(SEED)
-    state = [torch.randint(256, (TENSOR_BYTES,), dtype=torch.uint8) for _ in range(tensors)]
-    saver = DummyState(make_run(folder, steps=1), state)
+    content = folder / "content"
+    torch.randint(256, (TENSOR_BYTES,), dtype=torch.uint8).numpy().tofile(content)
+    state = [torch.from_file(str(content), size=TENSOR_BYTES, dtype=torch.uint8) for _ in range(tensors)]
+    run = make_run(folder, steps=1)
+    saver = DummyState(run, state)
     began = time.perf_counter()
     saver.reserve()
     reserve = time.perf_counter() - began
     found: dict[str, list[float]] = {"stands_still": [], "commit": [], "commit_without_copy": []}
     for iteration in range(1, 2 * saves + 3):
+        shutil.rmtree(run.checkpoint(iteration - 1), ignore_errors=True)
         beside, began = iteration % 2 == 1, time.perf_counter()
         position = cast(TrainingProgress, SimpleNamespace(iteration=iteration, consumed_samples=iteration))
         save = saver.start_save(position, copy=beside, beside=beside)
@@ -94,8 +99,10 @@ def measure(folder: Path, tensors: int, saves: int) -> dict[str, Any]:
         if iteration > 2:
             found["commit" if beside else "commit_without_copy"].append(time.perf_counter() - began)
             found["stands_still"] += [still] if beside else []
+    shutil.rmtree(run.checkpoint(iteration))
     return {
         "checkpoint_bytes": size,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "reserve_seconds": reserve,
         **{f"{name}_seconds": _results.spread(values) for name, values in found.items()},
         "commit_bytes_per_second": _results.spread([size / seconds for seconds in found["commit"]]),

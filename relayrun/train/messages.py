@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from relayrun.control.trainers.pickle_records import no_collection
 from relayrun.errors import RelayrunError
 
 RECORD_PACKAGES = ("relayrun", "torch.distributed", "megatron.core")
@@ -240,7 +241,9 @@ class RankObjectCollectives:
         if self.rank:
             self._send([0], [_packed(value)])
             return None
-        return [value, *map(_unpacked, self._receive(range(1, self.size)))]
+        received = self._receive(range(1, self.size))
+        with no_collection():
+            return [value, *map(_unpacked, received)]
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return the value for this rank. `values`: on rank 0 one value for each rank; None elsewhere."""

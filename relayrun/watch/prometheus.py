@@ -11,6 +11,7 @@ import hmac
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,17 @@ METRICS = {
 """Help of each metric `relayrun_NAME`; names of counters end with `_total`."""
 
 
+class _Listed(Run):
+    """A run for one look, which lists its attempts once."""
+
+    def attempt_numbers(self) -> list[int]:
+        return self._numbers
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return super().attempt_numbers()
+
+
 class RunsCollector:
     """A collector of prometheus-client: each scrape reads the records of the runs anew."""
 
@@ -70,11 +82,13 @@ class RunsCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. A damaged run has its state alone."""
         now, families = time.time(), dict[str, GaugeMetricFamily | CounterMetricFamily]()
-        for found in self._watcher.summaries(self._runs(), now=now):
+        runs = {str(run.path): _Listed(run.path) for run in self._runs()}
+        for found in self._watcher.summaries([*runs.values()], now=now):
+            run = runs[found.path]
             name = found.path if isinstance(found, DamagedRun) else found.run
             with contextlib.suppress(OSError):  # the run was removed meanwhile
                 own = {"run": name, "user": user_name(Path(found.path).stat().st_uid)}
-                for metric, further, value in run_samples(found, now=now):
+                for metric, further, value in run_samples(found, run, self._watcher.plans.get(run.path), now=now):
                     if value is not None:
                         kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
                         if metric not in families:
@@ -126,26 +140,24 @@ def serve(port: int, key: str, runs: Callable[[], Sequence[Run]]) -> None:
         server.serve_forever()
 
 
-def run_samples(found: RunSummary | DamagedRun, *, now: float) -> Samples:
-    """Yield the samples of one run. `now`: seconds since 1970."""
-    if isinstance(found, DamagedRun):
+def run_samples(found: RunSummary | DamagedRun, run: Run, plan: Plan | None, *, now: float) -> Samples:
+    """Yield the samples of one run. `plan`: None if it is damaged. `now`: seconds since 1970."""
+    if isinstance(found, DamagedRun) or plan is None:
         yield "run_state", {"state": "damaged"}, 1
         return
-    run, left = Run(Path(found.path)), found.remaining
     yield "run_state", {"state": found.state}, 1
     yield "end_iteration", {}, found.total_steps
     yield "last_step_timestamp_seconds", {}, found.step_time
     for name in ("iteration", "loss", "tokens_per_second", "durable_iteration"):
         yield name, {}, getattr(found, name)
     yield "durable_timestamp_seconds", {}, None if found.durable_age is None else now - found.durable_age
-    if left is not None:
+    if (left := found.remaining) is not None:
         yield "remaining_seconds", {}, left.seconds
         yield "remaining_node_seconds", {}, left.node_hours * 3600
     with contextlib.suppress(RelayrunError, OSError), damaged_records_as_error(run):  # also: no attempt has begun
         lines = islice(newest_valid_lines(run), 20)
         yield "mfu_ratio", {}, next((line["mfu"] for line in lines if line.get("mfu") is not None), None)
         yield "node_failures_total", {}, len(read_node_failures(run))
-        plan = Plan.load(run)
         sums = read_attempt_sums(run, plan, now=now)
         if plan.chain.max_node_hours is not None:
             yield "budget_node_seconds", {}, plan.chain.max_node_hours * 3600

@@ -11,7 +11,7 @@
 #   test_cluster.sh start-ctld DIR
 #
 # DIR: .test-cluster in the repository, if not given. Options of `up`, or variables of the environment:
-#   --nodes N        CLUSTER_NODES      4     nodes n0, n1, ...
+#   --nodes N        CLUSTER_NODES      4     nodes n0, n1, ...; more than 64 need 4 MB each, and --port-base
 #   --cpus N         CLUSTER_CPUS       8     CPUs of a node (pretended)
 #   --gpus N         CLUSTER_GPUS       4     GPUs of a node (pretended: links to /dev/null)
 #   --kill-wait S    CLUSTER_KILL_WAIT  3     seconds between SIGTERM and SIGKILL at the time limit
@@ -74,7 +74,7 @@ option() {
 }
 
 check_settings() {
-  number --nodes "$nodes" 1 64
+  number --nodes "$nodes" 1 1024
   number --cpus "$cpus" 1 1024
   number --gpus "$gpus" 1 64
   number --kill-wait "$kill_wait" 0 3600
@@ -115,13 +115,13 @@ daemons() {
 wait_idle() {
   local -r dir="$1"
   local try states
-  for ((try = 0; try < 1200; try++)); do
+  for ((try = 0; try < 1200 + 10 * nodes; try++)); do
     states="$(sinfo -h -N -p debug -o %T 2>/dev/null | sort | uniq -c | xargs)" || true
     [[ "$states" != "$nodes idle" ]] || return 0
     sleep 0.1
   done
   tail -n 8 -- "$dir"/log/* >&2 || true
-  fail "the nodes are not idle after 2 minutes (${states:-slurmctld does not answer}); the logs above are in $dir/log"
+  fail "the nodes are not idle after minutes (${states:-slurmctld does not answer}); the logs above are in $dir/log"
 }
 
 # Starts the controller with the queue that it had, and waits until it answers.
@@ -137,6 +137,7 @@ start_ctld() {
 
 write_conf() {
   conf_write "$1" "$accounting" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first_job_id" "$2"
+  ((nodes <= 64)) || conf_patient "$1"
   [[ "$topology" == 0 ]] || conf_topology "$1" "$nodes"
   [[ "$apart" == 0 ]] || conf_apart "$1"
 }

@@ -221,7 +221,7 @@ def test_clusters_that_start_at_the_same_moment_share_no_port(tmp_path_factory: 
         (["up", "with blank"], "path has a blank"),
         (["up", "x" * 73], "unix sockets allow 72"),
         (["up", "."], "holds files that are not a test cluster's"),
-        (["up", "new", "--nodes=0"], "--nodes: '0' is not a number from 1 to 64"),
+        (["up", "new", "--nodes=0"], "--nodes: '0' is not a number from 1 to 1024"),
         (["up", "new", "--nods=4"], "unknown option --nods"),
         (["start-node", "new", "n0"], "no cluster was started here"),
         (["frobnicate"], "unknown command: frobnicate"),

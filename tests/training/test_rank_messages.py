@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -40,7 +41,7 @@ with warnings.catch_warnings():
     from torch.distributed.checkpoint.storage import WriteResult
 
     from relayrun.train.checkpoint.checksums import DamagedCheckpoint
-    from relayrun.train.messages import NotAMessage, pack, unpack
+    from relayrun.train.messages import NotAMessage, RankObjectCollectives, _packed, pack, unpack
 
 SIZE = torch.Size([4, 8])
 INDEX = MetadataIndex("model.weight", torch.Size([0, 8]), 3)
@@ -286,3 +287,25 @@ def test_a_copy_counts_only_with_the_hmac_of_this_transfer(
         other.kill()
     assert done.stdout.splitlines()[-1] == f"kept {kept}", done.stdout + done.stderr
     assert ("bytes without the HMAC of this attempt" in done.stdout) == bool(changes)
+
+
+def test_the_records_of_all_ranks_are_not_visited_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector visits what one rank has sent when the next one is read: more than linear in the ranks."""
+    sent, collections = _packed([{number: (number,)} for number in range(2000)]), 0
+
+    def collected(phase: str, _: dict[str, int]) -> None:
+        nonlocal collections
+        collections += phase == "start"
+
+    first = object.__new__(RankObjectCollectives)
+    first.rank, first.size = 0, 9
+    monkeypatch.setattr(first, "_receive", lambda sources: [sent for _ in sources])
+    gc.collect()
+    gc.callbacks.append(collected)
+    try:
+        found = first.gather(None)
+    finally:
+        gc.callbacks.remove(collected)
+    assert found == [None, *[unpack(sent.numpy().tobytes())] * 8]
+    assert collections <= 2  # behind the last one
+    assert gc.isenabled()

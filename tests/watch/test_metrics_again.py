@@ -28,7 +28,9 @@ from tests.history import STEP, began, ended, history_plan
 from tests.plans import plan_with
 
 opened: list[str] = []
+listed: list[str] = []
 sys.addaudithook(lambda event, details: opened.extend([str(details[0])] if event == "open" else []))
+sys.addaudithook(lambda event, details: listed.extend([str(details[0])] if event == "os.listdir" else []))
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def attempted(run: Run, number: int, *, base: int, last: int, recorded: bool = T
 def looked(run: Run) -> list[object]:
     """All samples of a run, as a process of its own would yield them."""
     found = summarize_run(Run(run.path), QueueStatus(), now=2e9)
-    return list(prometheus.run_samples(found, now=2e9))
+    return list(prometheus.run_samples(found, Run(run.path), Plan.load(run), now=2e9))
 
 
 def anew(run: Run) -> list[object]:
@@ -92,6 +94,18 @@ def test_an_ended_attempt_is_read_once(run: Run, cache: Path) -> None:
     assert read_attempts(run) == {11, 12, 13}
     assert looked(run) == anew(run)
     assert read_attempts(run) == {12, 13}
+
+
+def test_a_look_lists_the_attempts_and_reads_the_plan_once(run: Run, cache: Path) -> None:
+    collector = prometheus.RunsCollector(lambda: [Run(run.path)])
+    assert list(collector.collect())
+    for number in (13, 14):  # each look anew
+        attempted(run, number, base=120, last=130)
+        listed.clear()
+        opened.clear()
+        found = {sample.name: sample.value for family in collector.collect() for sample in family.samples}
+        assert found["relayrun_attempts_total"] == number
+        assert (listed.count(str(run.attempts)), opened.count(str(run.plan))) == (1, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))

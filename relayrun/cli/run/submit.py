@@ -115,26 +115,16 @@ def _passive_findings(given: LocatedSettings) -> Findings | None:
 
 
 def _print_passive(findings: Findings, *, json: bool) -> int:
-    if json:
-        _print_without_plan(findings.all)
-    else:
-        report_text.print_findings(findings.all)
+    show = _print_without_plan if json else report_text.print_findings
+    show(findings.all)
     return 1 if findings.errors else 0
 
 
 def _print_without_plan(found: Sequence[CheckFinding]) -> None:
     refused = any(each.level == "error" for each in found)
     lines = [each.as_json() for each in found]
-    nothing = {
-        "run": None,
-        "run_dir": None,
-        "refused": refused,
-        "findings": lines,
-        "data": [],
-        "node_hours_most": None,
-        "plan": None,
-    }
-    print(json_text({**nothing, "changes": []}))
+    nothing = dict.fromkeys(("run", "run_dir", "node_hours_most", "plan"))
+    print(json_text({**nothing, "refused": refused, "findings": lines, "data": [], "changes": []}))
 
 
 def _intent(options: argparse.Namespace, *, resume: bool) -> SubmitIntent:

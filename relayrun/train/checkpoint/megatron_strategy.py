@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from relayrun.control.trainers.pickle_records import no_collection
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.reader import CheckedReader
 from relayrun.train.messages import RankObjectCollectives
@@ -95,7 +96,8 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
             return [None] * len(results)
 
         # the steps of torch's state_dict_saver, whose collectives would need another group
-        joined = _together(self._messages, "plan", plan, join)
+        with no_collection():  # of rank 0's records of all ranks
+            joined = _together(self._messages, "plan", plan, join)
 
         def write() -> list[WriteResult]:
             began = time.perf_counter()

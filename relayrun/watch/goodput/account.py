@@ -189,9 +189,8 @@ def account_for_run(
 
 def first_submit(first: AllocationAccount) -> int:
     """Return microseconds since 1970; the start if the submit is unknown."""
-    return to_microseconds(
-        min(first.start, first.start if first.allocation.submit is None else first.allocation.submit)
-    )
+    submit = first.allocation.submit
+    return to_microseconds(first.start if submit is None else min(first.start, submit))
 
 
 def divide_wait(allocation: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
@@ -239,7 +238,7 @@ def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
     known = NOTHING_KEPT if text is None else json.loads(text)
     same = known["identity"] == _identity(run, files, known["sums"]["attempt"])
     for kept in (known, NOTHING_KEPT) if same else (NOTHING_KEPT,):
-        found = read_run_facts(run, now=now, ask=False, first=kept["sums"]["attempt"])
+        found = read_run_facts(run, plan, now=now, ask=False, first=kept["sums"]["attempt"])
         facts = [each.facts for each in found.allocations if each.facts is not None]
         numbers = [each.begin.attempt for each in facts]
         if (numbers[0], facts[0].limit) == (kept["sums"]["attempt"], kept["limit"]):

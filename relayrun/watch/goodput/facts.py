@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relayrun.control import decisions
-from relayrun.control.chain import failure_reason
 from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
@@ -113,10 +112,12 @@ class RunAllocations:
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def read_run_facts(run: Run, *, now: float | None = None, ask: bool = True, first: int = 0) -> RunAllocations:
-    """Read the records of a run from attempt `first` on and, if `ask`, query its scheduler. Raises RunDirError if no
-    attempt has begun."""
-    plan = Plan.load(run)
+def read_run_facts(
+    run: Run, plan: Plan | None = None, *, now: float | None = None, ask: bool = True, first: int = 0
+) -> RunAllocations:
+    """Read the records of a run from attempt `first` on and, if `ask`, query its scheduler. `plan`: the run's plan, if
+    already read. Raises RunDirError if no attempt has begun."""
+    plan = plan or Plan.load(run)
     found = _begun_attempts(run, first)
     if not found:
         hint = f"relayrun status {run.path} says what it waits for"
@@ -260,6 +261,8 @@ def _attempt_facts(
     hang = Hang.read(attempt.hang) if "hang.json" in there else None
     failure_time, signs = None, [begin.start_time, *(commit.time for commit in commits)]
     if there & {"failures", "heartbeat"} and outcome is None and hang is None:  # there may be a file per rank
+        from relayrun.control.chain import failure_reason  # every trainer: slow to import
+
         failure_time = min((failure.time for failure in failure_reason.read_failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
     failed = restarts.read_failed_restarts(attempt) if "restarts.jsonl" in there else []

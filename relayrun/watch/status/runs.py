@@ -36,7 +36,7 @@ class RunsWatcher:
         self._jobs: dict[str, list[Job]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, QueueStatus]] = {}
-        self._plans: dict[Path, Plan] = {}
+        self.plans: dict[Path, Plan] = {}
         """Plans of the current call."""
 
     def statuses(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
@@ -59,7 +59,7 @@ class RunsWatcher:
         silent: QueueStatus | None = None
         for run in runs:
             try:
-                plan = self._plans.get(run.path) or Plan.load(run)
+                plan = self.plans.get(run.path) or Plan.load(run)
                 shared = batch_system(plan.scheduler).slurm
                 if is_stopped(run):
                     answer = QueueStatus()
@@ -74,11 +74,11 @@ class RunsWatcher:
         return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
     def _query_chains(self, runs: Sequence[Run]) -> None:
-        self._plans = {}
+        self.plans = {}
         for run in runs:
             with contextlib.suppress(RunDirError, OSError):
-                self._plans[run.path] = Plan.load(run)
-        live = [plan for run in runs if (plan := self._plans.get(run.path)) is not None and not is_stopped(run)]
+                self.plans[run.path] = Plan.load(run)
+        live = [plan for run in runs if (plan := self.plans.get(run.path)) is not None and not is_stopped(run)]
         names = [plan.job_name for plan in live if batch_system(plan.scheduler).slurm]
         try:
             self._jobs, self._error = slurm.jobs_by_name(names, patience=queue.RETRY_SECONDS), None

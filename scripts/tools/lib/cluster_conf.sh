@@ -120,6 +120,11 @@ PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode
 END
 }
 
+# conf_patient DIR: the processors of one machine do not answer for very many nodes within a test's seconds.
+conf_patient() {
+  sed -i 's/^\(MessageTimeout\|TCPTimeout\|SlurmctldTimeout\)=.*/\1=100/; s/_interval=1,/_interval=30,/g' "$1/etc/slurm.conf"
+}
+
 # conf_topology DIR NODES: Slurm's order of nodes is another one than that of their names.
 conf_topology() {
   local -r dir="$1" last=$(($2 - 1)) half=$((($2 + 1) / 2))
