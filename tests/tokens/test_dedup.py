@@ -519,3 +519,16 @@ def test_bad_files_are_left_out_whole_and_a_step_that_fails_is_in_the_status(pla
     deduplicate(config, wait=True)
     assert "dedup documents: 3/3 tasks; left out: 1 files" in dedup_status(place.folder / "meta")
     assert sum(content.count(b"\n") for content in place.kept().values()) < 90
+
+
+def test_more_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
+    """A task of `buckets` and of `repeated` opens a file of each task of the stage before."""
+    place = Place(tmp_path, parts("\n", 80), files=40)
+    given: dict[str, Any] = {"tasks": 40, "exact": False, "minhash": None, "sentences": PARAGRAPHS}
+    deduplicate(place.config(**given), wait=True)
+    place.config("few", **given)
+    program = f"ulimit -S -n 32; exec {sys.executable} -m relayrun dumps dedup {tmp_path}/few.yaml"
+    paths = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=paths)
+    assert run.returncode == 0, run.stderr
+    assert place.bytes("few") == place.bytes("out")

@@ -62,7 +62,6 @@ from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_wo
 _CLUSTER_SIZE = "minhash_cluster_size"
 _SAME = "same text as another document"
 _CUT, _SHORT = "sentences that another document has", "too little is left without sentences that another document has"
-_SENTENCES = 1 << 16
 _LINES = 1000
 """Signatures and pairs read at a time; datatrove reads 5."""
 
@@ -296,9 +295,7 @@ class DedupStages:
         hashes, found = str(self.work / "documents" / "hashes"), str(folder / WORK / "exact")
         dedup.ExactFindDedups(hashes, found, self._exact).run(None, task, self.tasks)
 
-    def _left(
-        self, task: int, until: str, lines: JsonLines | None = None
-    ) -> tuple[Iterator[Any], list[dict[str, Any]]]:
+    def _left(self, task: int, until: str, lines: JsonLines | None = None) -> tuple[Iterator[Any], list[Any]]:
         """Return the documents of a task that the stages before `until` leave, and their counts; `lines` takes the
         others."""
         given, blocks = self.settings, list[Any]()
@@ -337,7 +334,7 @@ class DedupStages:
         found = [np.empty(0, kind)]
         for number, document in enumerate(self._left(task, "sentences")[0]):
             hashes = block.get_hashes(document, number)
-            found.append(np.array([each for each in hashes if each[2] < _SENTENCES], kind))
+            found.append(np.array([each for each in hashes if each[2] < 1 << 16], kind))
         block.save_hashes(task, np.concatenate(found))
 
     def _make_repeated(self, folder: Path, task: int) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,8 @@ def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
 def run_part(settings: TokenizationSettings, stage: str, part: int, of: int) -> None:
     """Do every `of`-th task of a stage, from task `part` on: the work of one job. Done tasks are kept."""
     processes.use_one_thread()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a block opens a file of each task before it
     stages = DedupStages(settings)
     stages.begin()  # refuses files that have changed since the submission
     progress = processes.requeue_before_time_limit(lambda: len(stages.records(stage)))

@@ -157,8 +157,7 @@ def find_word_tokenizer(language: str, *, sentences: bool = False) -> Any:
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
     found = load_word_tokenizer(_imported(language)() if "." in language else language)
-    names = ("word_tokenize", *(("sent_tokenize", "span_tokenize") if sentences else ()))
-    for name in names:
+    for name in ("word_tokenize", *(("sent_tokenize", "span_tokenize") if sentences else ())):
         if not callable(function := getattr(found, name)):
             raise InputError(f"{type(found).__name__} has no function {name}")
         function("word")  # some load their package at the first word
