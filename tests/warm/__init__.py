@@ -181,10 +181,12 @@ def start(
     return Warm(words, connection, pid)
 
 
-def run(argv: Sequence[str | Path], *, timeout: float = 300, check: bool = False) -> subprocess.CompletedProcess[str]:
+def run(
+    argv: Sequence[str | Path], *, cwd: Path | None = None, timeout: float = 300, check: bool = False
+) -> subprocess.CompletedProcess[str]:
     """As subprocess.run with captured text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = start(argv, stdout=out.fileno(), stderr=err.fileno())
+        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd)
         try:
             program.wait(timeout)
         finally:
