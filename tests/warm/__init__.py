@@ -158,7 +158,7 @@ def start(
     ignored: Iterable[int] = (),
     limits: Mapping[int, tuple[int, int]] | None = None,
 ) -> Warm:
-    """Start `[python, "-m", MODULE, ...]` or `[python, SCRIPT, ...]`.
+    """Start `[python, "-m", MODULE, ...]`, `[python, "-c", TEXT, ...]` or `[python, SCRIPT, ...]`.
 
     Args:
         stdout, stderr: file descriptors.
@@ -182,11 +182,16 @@ def start(
 
 
 def run(
-    argv: Sequence[str | Path], *, cwd: Path | None = None, timeout: float = 300, check: bool = False
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    timeout: float = 300,
+    check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """As subprocess.run with captured text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd)
+        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, limits=limits)
         try:
             program.wait(timeout)
         finally:
