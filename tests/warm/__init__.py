@@ -185,13 +185,14 @@ def run(
     argv: Sequence[str | Path],
     *,
     cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
     limits: Mapping[int, tuple[int, int]] | None = None,
     timeout: float = 300,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """As subprocess.run with captured text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, limits=limits)
+        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, env=env, limits=limits)
         try:
             program.wait(timeout)
         finally:
