@@ -90,7 +90,7 @@ def grouped(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: to look through it again and again takes a sixth of the time of a collection."""
+    """Look for no garbage meanwhile: what is imported stays, and the search takes a quarter of the time."""
     gc.disable()
     try:
         return (yield)
