@@ -113,8 +113,8 @@ def _signals_stay_as_they_were() -> Iterator[None]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Of a run of all tests each worker rewrites the asserts of a share of the modules, for all of them: side by side
-    they would each rewrite every module of a fresh clone, which takes twice as long as the collection itself."""
+    """In a run of all tests each worker rewrites the asserts of a share of the modules, for all of them: side by side
+    they would each rewrite every module of a fresh clone, which doubles the time of a collection."""
     if "PYTEST_XDIST_WORKER" not in os.environ or session.config.args != ["tests"] or sys.dont_write_bytecode:
         return
     number, workers = (os.environ[f"PYTEST_XDIST_WORKER{name}"].removeprefix("gw") for name in ("", "_COUNT"))
