@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from relayrun.train.checkpoint import checksums
 from relayrun.train.export.huggingface import write_tokenizer as write_tokenizer_folder
 from relayrun.train.export.original import Original
 from relayrun.train.export.torch_dist import CheckpointReader, new_folder
+from tests import warm
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -297,23 +297,15 @@ def test_a_damaged_folder_is_not_imported(
     assert "has no config.json" in refused(capsys, *command)
 
 
-def limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [pytest.param("hf", marks=pytest.mark.long), "torch", "import"])
 def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: str) -> None:
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     command = ["import", "hf", imported.hf] if what == "import" else ["export", what, imported.run.path]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "relayrun.cli", *map(str, command), "--output", str(outputs / "out")],
-        preexec_fn=partial(limit_files, 100_000),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
+    done = warm.run(
+        [sys.executable, "-m", "relayrun.cli", *map(str, command), "--output", str(outputs / "out")],
+        limits={resource.RLIMIT_FSIZE: (100_000, 100_000)},
     )
     assert done.returncode == 1, done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: ", "  -> se"]

@@ -7,7 +7,6 @@ import importlib
 import io
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from relayrun.files import append_line
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader, RefusedCheckpoint, parse_metadata, read_metadata
+from tests import warm
 from tests.crafted import PLACES, in_common, in_metadata, unchanged
 
 from .models import Imported, make_hf, make_run
@@ -167,7 +167,7 @@ def test_a_crafted_metadata_leaves_paths_as_they_were_and_deletes_no_folder(impo
 
     run = crafted(imported, tmp_path / "run", put, with_hashes=False)
     words = [sys.executable, "-m", "relayrun", "export", "hf", str(run), "--output", str(tmp_path / "out")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = warm.run(words)
     assert (victim / "thesis.txt").exists(), done.stderr
     assert done.returncode == 1
     assert "this checkpoint is not loaded: .metadata: it gives attributes to pathlib.PosixPath" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -27,6 +26,7 @@ from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
 from relayrun.train.export import megatron, megatron_settings, megatron_state
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
+from tests import warm
 from tests.export.models import Imported, make_hf, make_run
 from tests.export.trained import make_trained, tensors
 
@@ -251,7 +251,7 @@ def test_more_classes_than_the_llama_come_from_megatron(kind: str, tmp_path: Pat
     assert main(["export", "hf", str(folder), *words]) == 0
     if kind == "Mixtral":  # whose local layers have another name for a norm; megatron-core starts once in a process
         command = [sys.executable, "-m", "relayrun.cli", "export", "hf", str(folder), "--test-logits"]
-        subprocess.run([*command, *words[:2], "--output", str(tmp_path / "compared")], check=True, timeout=600)
+        warm.run([*command, *words[:2], "--output", str(tmp_path / "compared")], check=True, timeout=600)
     assert main(["export", "hf", str(made.run.path), "--output", str(tmp_path / "of_run")]) == 0
     same(load_file(hf / "model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
     assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "of_run/config.json").read_bytes()

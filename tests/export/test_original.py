@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +26,7 @@ from relayrun.files import append_line, file_sizes, read_json
 from relayrun.train.export import compare_logits, huggingface, original, scores
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
+from tests import warm
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 from tests.export.test_megatron import changed
 from tests.export.trained import make_trained
@@ -86,7 +86,7 @@ def exported(run: Run, folder: Path, capsys: pytest.CaptureFixture[str], *option
     """Export a run; return the notes."""
     words = ["export", "hf", str(run.path), "--output", str(folder), *options]
     if "--test-logits" in options:  # once per process
-        done = subprocess.run([sys.executable, "-m", "relayrun", *words], capture_output=True, text=True, check=False)
+        done = warm.run([sys.executable, "-m", "relayrun", *words])
         assert done.returncode == 0, done.stderr
         said = done.stdout
     else:

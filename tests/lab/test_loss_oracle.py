@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.lab import loss_oracle
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["aux_loss", "seq_aux_loss", "global_aux_loss"]
@@ -100,5 +100,5 @@ def test_what_is_no_number_never_counts_as_equal(tmp_path: Path, own: float | st
             np.savez(folder / f"{{name}}.npz", **{{"token/value": np.ones(1), "token/w": value}})
         print(difference("token", [folder / "layout.npz"], folder / "one.npz")[0])
     """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, "-c", code])
     assert done.stdout.split() == ["inf"], done.stderr

@@ -22,7 +22,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.filters import LambdaFilter, c4_filters, unigram_log_probs
+from datatrove.pipeline.filters import LambdaFilter, c4_filters, unigram_log_probs, url_filter
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.utils import word_tokenizers
@@ -326,6 +326,15 @@ def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(unigram_log_probs, "cached_assets_path", lambda **_: str(bad.parent))
 
 
+@pytest.fixture
+def few_urls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stand in for the lists of the filter of URLs: it reads millions of domains for each shard."""
+    lists = {"domains": {"site-5.example"}, "soft_banned_words.txt": {"nobody"}}
+    monkeypatch.setattr(url_filter, "cached_assets_path", lambda **_: str(tmp_path))
+    monkeypatch.setattr(url_filter, "safely_create_file", lambda *_: None)
+    monkeypatch.setattr(url_filter, "get_list", lambda _, name, extra, **__: lists.get(name, set()) | set(extra))
+
+
 def word_tokenizers_missing() -> bool:
     try:
         word_tokenizers.load_word_tokenizer("en")
@@ -367,8 +376,9 @@ STEPS: list[Any] = [
     "c4_bad_words",
     {"unigram_log_prob": {"logprobs_threshold": -18.6}},
 ]
+URL = {"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}}
 if all(map(importlib.util.find_spec, ("tldextract", "ahocorasick", "fasteners"))):
-    STEPS.append({"url": {"extra_domains": ["site-3.example"], "banned_subwords": ["e7"], "soft_word_threshold": 1}})
+    STEPS.append(URL)
 
 
 def has_no_code(document: Document) -> bool:
@@ -376,9 +386,21 @@ def has_no_code(document: Document) -> bool:
 
 
 @pytest.mark.parametrize("steps", [*([step] for step in STEPS), STEPS[:3], [STEPS[7], STEPS[2], STEPS[0]]], ids=str)
-@pytest.mark.usefixtures("words", "downloads")
+@pytest.mark.usefixtures("words", "downloads", "few_urls")
 @pytest.mark.filterwarnings("ignore:The 'registered_domain' property")
 def test_the_documents_are_those_of_datatroves_own_executor(tmp_path: Path, steps: list[Any]) -> None:
+    compare_with_executor(tmp_path, steps)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The 'registered_domain' property")
+def test_the_filter_of_urls_has_its_own_lists(tmp_path: Path) -> None:
+    if URL not in STEPS:
+        pytest.skip("needs the packages of the filter of URLs")
+    compare_with_executor(tmp_path, [URL])
+
+
+def compare_with_executor(tmp_path: Path, steps: list[Any]) -> None:
     place = Workplace(tmp_path, [pages(file) for file in range(3)])
     place.run(steps)
     wrote = tmp_path / "theirs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -16,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from relayrun.errors import FatalTrainingError  # noqa: E402
 from relayrun.train.model import attention, kernels  # noqa: E402
+from tests import warm  # noqa: E402
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ torch.compiler.set_stance("force_eager")
 print(torch.equal(swiglu(x), torch.nn.functional.silu(x[:4]) * x[4:]))
 """
     environment = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": "/nowhere"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, env=environment)
+    done = warm.run([sys.executable, "-c", text], env=environment)
     first, second = done.stdout.split()
     assert (first != "compiled", second) == (True, "True"), done.stderr
 

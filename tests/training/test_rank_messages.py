@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import traceback
 import warnings
@@ -22,6 +21,7 @@ import torch
 
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import InputError
+from tests import warm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
@@ -218,11 +218,10 @@ dist.broadcast_object_list([X()], src=0)  # torch's own, with its pickle
 def test_a_pickle_from_another_rank_runs_nothing(tmp_path: Path) -> None:
     assert pickle  # what the other side sends
     where = [f"file://{tmp_path}/store", str(tmp_path / "pwned")]
-    with subprocess.Popen([sys.executable, "-c", EVIL, *where]) as evil:
-        victim = subprocess.run(
-            [sys.executable, "-c", VICTIM, *where], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert evil.wait(300) in (0, -signal.SIGABRT)  # torch may abort at the exit of a lonely rank
+    with open(os.devnull, "wb") as nothing:
+        evil = warm.start([sys.executable, "-c", EVIL, *where], stdout=nothing.fileno(), stderr=nothing.fileno())
+    victim = warm.run([sys.executable, "-c", VICTIM, *where])
+    assert evil.wait(300) in (0, -signal.SIGABRT)  # torch may abort at the exit of a lonely rank
     assert victim.stdout == "refused NotAMessage\n" * 2, victim.stderr
     assert not (tmp_path / "pwned").exists()
 
@@ -282,9 +281,10 @@ def test_a_copy_counts_only_with_the_hmac_of_this_transfer(
     where = f"file://{tmp_path}/store"
     first = [*command, "0", where, str(tmp_path / "0"), *usual.values()]
     second = [*command, "1", where, str(tmp_path / "1"), *(usual | changes).values()]
-    with subprocess.Popen(second, stdout=subprocess.DEVNULL) as other:
-        done = subprocess.run(first, capture_output=True, text=True, timeout=300, check=False)
-        other.kill()
+    with open(os.devnull, "wb") as nothing:
+        other = warm.start(second, stdout=nothing.fileno(), stderr=nothing.fileno())
+    done = warm.run(first)
+    other.kill()
     assert done.stdout.splitlines()[-1] == f"kept {kept}", done.stdout + done.stderr
     assert ("bytes without the HMAC of this attempt" in done.stdout) == bool(changes)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import warm
 from tests.readme import path_with_relayrun
 from tests.training import own_ranks
 from tests.training.oracle_cases import BALANCED
@@ -134,11 +135,11 @@ def check(path: Path, **sections: dict[str, Any]) -> subprocess.CompletedProcess
         "checkpoint": {"interval": 1},
         "parallel": changes["parallel"],
         "job": {"time": "1:00", "ntasks_per_node": ranks},
-        "cluster": "local",
+        "cluster": {"name": "local", "scheduler": "local", "python": warm.python()},
     }
     path.write_text(yaml.safe_dump(values | {name: values[name] | fields for name, fields in sections.items()}))
     command = [sys.executable, "-m", "relayrun", "check", str(path), "--oracle"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    return warm.run(command, cwd=ROOT)
 
 
 def test_check_names_the_term_that_differs(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def start(
     ignored: Iterable[int] = (),
     limits: Mapping[int, tuple[int, int]] | None = None,
 ) -> Warm:
-    """Start `[python, "-m", MODULE, ...]` or `[python, SCRIPT, ...]`.
+    """Start `[python, "-m", MODULE, ...]`, `[python, "-c", TEXT, ...]` or `[python, SCRIPT, ...]`.
 
     Args:
         stdout, stderr: file descriptors.
@@ -181,10 +181,18 @@ def start(
     return Warm(words, connection, pid)
 
 
-def run(argv: Sequence[str | Path], *, timeout: float = 300, check: bool = False) -> subprocess.CompletedProcess[str]:
+def run(
+    argv: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    timeout: float = 300,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
     """As subprocess.run with captured text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = start(argv, stdout=out.fileno(), stderr=err.fileno())
+        program = start(argv, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, env=env, limits=limits)
         try:
             program.wait(timeout)
         finally:

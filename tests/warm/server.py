@@ -201,11 +201,15 @@ def become(asked: Request) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """`[python, "-m", MODULE, ...]` or `[python, SCRIPT, ...]` in this process."""
+    """`[python, "-m", MODULE, ...]`, `[python, "-c", TEXT, ...]` or `[python, SCRIPT, ...]` in this process."""
     if argv[1] == "-m":
         sys.argv = argv[2:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    elif argv[1] == "-c":
+        sys.argv = ["-c", *argv[3:]]
+        sys.path.insert(0, os.getcwd())
+        exec(compile(argv[2], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = argv[1:]
         sys.path.insert(0, os.path.dirname(os.path.abspath(argv[1])))

@@ -177,9 +177,8 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
 def reshard(options: ReshardOptions) -> int:
     """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice."""
-    output = Path(os.path.realpath(options.output))
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
-    if (rows := rows_made(options, output)) is not None:
+    if (rows := rows_made(options, Path(os.path.realpath(options.output)))) is not None:
         return rows
     plan = make_shuffle_plan(options)
     with work_folder(options.temp_dir) as work, published_folder(options.output, read=plan.read) as building:
