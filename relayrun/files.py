@@ -331,15 +331,19 @@ def read_json_lines_backwards(
         return
     size = found.st_size
     try:
-        rest, torn = b"", True  # the end of a line that begins in the block before; behind the last newline it is torn
+        rest: list[bytes] = []  # parts, the last first, of a line that begins in a block before
+        torn = True  # behind the last newline
         for at, block in _blocks_backwards(fd, size if end is None else min(end, size)):
-            data = block + rest
+            rest.append(block)
+            if at and b"\n" not in block and not torn:
+                continue  # joined once: a file system that crashed leaves megabytes without a newline
+            data = b"".join(reversed(rest))
             if torn:
                 data = data[: data.rfind(b"\n") + 1]
                 torn = not data
             lines = [line + b"\n" for line in data.split(b"\n")[:-1]]
-            rest = lines.pop(0) if lines and at else b""
-            behind = at + len(rest) + sum(map(len, lines))
+            rest = [lines.pop(0)] if lines and at else []
+            behind = at + sum(map(len, rest)) + sum(map(len, lines))
             for line in reversed(lines):
                 value = parse_record(line)
                 if value is not None:

@@ -6,7 +6,11 @@ No list is complete. They keep common secrets of a checkout out of run directori
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import PurePosixPath
+from typing import Any
 
 _NAMES = re.compile(
     r"""\.env(\.(?!example$|sample$|template$|dist$).*)? | .*\.env
@@ -23,10 +27,11 @@ TOKEN_FORMS = {
     "GitLab token": r"glpat-[A-Za-z0-9_-]{20,}",
     "Hugging Face token": r"(?:hf|api_org)_[A-Za-z0-9]{30,}",
     "AWS key": r"(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Z])"
-    r"|(?i:(?<=secret_access_key)|(?<=secretaccesskey))[\"']?\s*[=:]\s*[\"']?[A-Za-z0-9/+]{40}",
+    r"|(?i:(?<=secret_access_key)|(?<=secretaccesskey))[\"']?[\s=:]{1,5}[\"']?[A-Za-z0-9/+]{40}",
     "W&B key": r"wandb_v1_[A-Za-z0-9_]{40,}"
     # as long as a commit's name, so only behind what says that it is a key
-    r"|(?i:(?<=wandb_api_key)|(?<=wandb.login)|(?<=password)|(?<=api_key))[\"']?[\s=:(\"']{1,5}(?:key=)?[\"']?[0-9a-f]{40}\b",
+    r"|(?i:(?<=wandb_api_key)|(?<=wandb.login)|(?<=password)|(?<=api_key))(?:\s+--[\w-]+)*[\"']?[\s=:(\"'-]{1,5}"
+    r"(?:key=)?[\"']?[0-9a-f]{40}\b",
     "private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\S]*?(?:-----END (?:[A-Z]+ )*PRIVATE KEY-----|\Z)",
 }
 """Patterns of tokens, by kind."""
@@ -54,14 +59,21 @@ def mask_tokens(text: str) -> tuple[str, list[str]]:
 
 
 _SECRET = re.compile(
-    r"(?:.*[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|(?:api|access|secret|private|auth|account)[_-]?key|jwt|credentials?)",
+    r".*(?:password|passwd|passphrase)|(?:.*[_-])?(?:pass|pwd|secret|authorization|jwt|credentials?"
+    r"|(?:api|access|secret|private|auth|account)[_-]?key|connection[_-]?string)",
     re.I,
 )
 """Names of variables and options whose value is a secret."""
-_PERHAPS_SECRET = re.compile(r"(?:.*[_-])?(?:token|key|auth|sig(?:nature)?)", re.I)
+_PERHAPS_SECRET = re.compile(r"(?:.*[_-])?(?:token|key|auth|sig(?:nature)?|webhook(?:[_-]url)?)", re.I)
 """Names whose value is a secret if it looks random."""
-_HARMLESS = re.compile(r"""['"]?(?:$|[$`~/.<]|(?:true|false|yes|no|on|off|none|null|[0-9]{1,5})['"]?$)""", re.I)
+_HARMLESS = re.compile(
+    r"""['"]?(?:(?:bearer|basic|token)(?: +|$))?(?:$|[$`~/.<]"""
+    r"""|(?:true|false|yes|no|on|off|none|null|[0-9]{1,5})['"]?$)""",
+    re.I,
+)
 """Values that are no secrets: references, paths, switches and numbers."""
+_LITERAL = re.compile(r"""['"]?(?:\$['"](.*?)['"]?|\$\{\w+:?[-=](.*?)\}['"]?)$""")
+"""What Bash takes for a text though it begins as a reference: `$'...'`, and the default of a variable."""
 SECRET_WORD = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
 """A variable whose name contains this is never shown with its value, such as SLURM_JWT."""
 _ASSIGNMENT = re.compile(r"(?<![\w$-])-{0,2}([A-Za-z_][\w-]*)=(\S*)|(?<!\S)--([A-Za-z][\w-]*) +([^\s-]\S*)")
@@ -71,7 +83,9 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 def is_secret_variable(name: str, value: str) -> bool:
     """Return whether a variable or option of this name with this value is likely to hold a secret."""
-    if _HARMLESS.match(value):
+    if literal := _LITERAL.match(value):
+        return is_secret_variable(name, literal[1] or literal[2] or "")
+    if _HARMLESS.match(value) and not (value.strip("'\"")[:1] == "/" and looks_random(value)):
         return False
     if _SECRET.fullmatch(name) or (name.isupper() and name.endswith("TOKEN")):
         return True
@@ -89,9 +103,33 @@ def describe_secret(text: str, *, variable: str = "") -> str | None:
     return next((f"the value of {name}" for name in named), None)
 
 
+SECRET_REMEDY = 'export it where you submit, or read a file of mode 0600 in job.setup: export NAME="$(cat FILE)"'
+
+
+def find_secrets(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a config that look like secrets, by dotted names, each with what it looks like."""
+    environment = "cluster.environment."
+    for name, texts in groupby(setting_texts(settings), key=itemgetter(0)):
+        variable = name.removeprefix(environment) if name.startswith(environment) else ""
+        if found := describe_secret(" ".join(text for _, text in texts), variable=variable):
+            yield name, found
+
+
+def setting_texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text below a value, by the dotted name of the setting that holds it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from setting_texts(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from setting_texts(inner, name)
+    elif isinstance(value, str):
+        yield name, value
+
+
 def looks_random(part: str) -> bool:
     """Return whether a part of a text looks like a key: a long word that mixes letters and digits unlike a name."""
-    return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,]", part))
+    return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,/+ ]", part))
 
 
 def _is_random(word: str) -> bool:

@@ -14,7 +14,7 @@ for name in "${!RELAYRUN_BATCH_SLURM_@}"; do # by job.setup, from before this st
 done
 
 copy="${RELAYRUN_CLIENT}/${script##*/}"
-cp "${script}" "${copy}.new"
+install -m 0600 "${script}" "${copy}.new" # it may hold a key
 mv "${copy}.new" "${copy}"
 export RELAYRUN_WRAPPED="${script##*/}"
 

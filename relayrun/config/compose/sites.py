@@ -32,7 +32,7 @@ IGNORED_VARIABLES = {
     "SBATCH_GRES": "job.sbatch.gres",
     "SBATCH_NETWORK": "job.sbatch.network",
 }
-"""Variables of sbatch that relayrun's jobs ignore, with the setting to use instead."""
+"""Settings to use instead of variables of sbatch; relayrun's jobs ignore all but those that are taken."""
 
 
 def site_folders(config: Path | None = None) -> list[Path]:
@@ -92,8 +92,10 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
             words = f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm"
             hint = f"unset {name}; for another cluster, submit from its login node"
             raise ConfigError(words, where="environment", hint=hint)
-    for name, setting in IGNORED_VARIABLES.items():
-        if environment.get(name):
+    taken = {*OTHER_CLUSTER_VARIABLES, *(f"SBATCH_{option.upper()}" for option in OPTIONS_FROM_ENVIRONMENT)}
+    for name in sorted(name for name, value in environment.items() if name.startswith("SBATCH_") and value):
+        if name not in taken:
+            setting = IGNORED_VARIABLES.get(name, "the option in job or job.sbatch")
             log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
 
 

@@ -136,6 +136,8 @@ class Findings:
             value = self._value(setting) if value is None else value
             if place is None and self._given is not None:
                 place = self._given.place(tuple(setting.split(".")))
+                if name == "settings.secret" and place is not None:
+                    place = place.partition("=")[0]  # of --set
         if level == "error" and error is None:
             error = ConfigError(words, where=": ".join(filter(None, (place, setting))) or None, hint=remedy)
         found = CheckFinding(

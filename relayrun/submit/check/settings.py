@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import filter as matching
-from itertools import groupby
 from math import inf
-from operator import itemgetter
-from typing import Any
 
 from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.sections.notify import VARIABLE_PATTERN
 from relayrun.control.trainers.tools import wandb_mode
-from relayrun.masking import describe_secret
+from relayrun.masking import SECRET_REMEDY, find_secrets, setting_texts
 from relayrun.submit.check.findings import Findings
 from relayrun.train.model.size import possible_names
 
@@ -43,13 +40,9 @@ def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
 
 def check_secrets(config: CommonConfig, findings: Findings) -> None:
     """Refuse values that look like secrets: the config is copied into the run directory and into job scripts."""
-    environment = "cluster.environment."
-    for name, texts in groupby(_texts(config.model_dump(mode="json")), key=itemgetter(0)):
-        variable = name.removeprefix(environment) if name.startswith(environment) else ""
-        if found := describe_secret(" ".join(text for _, text in texts), variable=variable):
-            words = f"{found} looks like a secret, and the config is copied into the run directory"
-            remedy = 'export it where you submit, or read a file of mode 0600 in job.setup: export NAME="$(cat FILE)"'
-            findings.refuse("settings.secret", words, setting=name, value="(not shown)", remedy=remedy)
+    for name, found in find_secrets(config.model_dump(mode="json")):
+        words = f"{found} looks like a secret, and the config is copied into the run directory"
+        findings.refuse("settings.secret", words, setting=name, value="(not shown)", remedy=SECRET_REMEDY)
 
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
@@ -142,7 +135,7 @@ def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:
     made_up = data is not None and data.mock_data
     return [
         (name, value)
-        for name, value in _texts(config.model_dump(mode="json"))
+        for name, value in setting_texts(config.model_dump(mode="json"))
         if PLACEHOLDER.match(value) and not (made_up and name.startswith("data."))
     ]
 
@@ -155,18 +148,6 @@ def _placeholders(config: CommonConfig, findings: Findings) -> None:
         findings.refuse("settings.placeholder", words, setting=name, value=value, remedy=remedy)
     if not found:
         findings.ok("settings.placeholder", "no setting is still a placeholder")
-
-
-def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text below a value, by the dotted name of the setting that holds it."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _texts(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner, name)
-    elif isinstance(value, str):
-        yield name, value
 
 
 def _check_ranges(config: RunConfig | MegatronConfig, findings: Findings) -> None:

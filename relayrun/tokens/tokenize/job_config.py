@@ -24,6 +24,7 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
+from relayrun.masking import SECRET_REMEDY, find_secrets
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.steps import check_steps
 
@@ -179,6 +180,9 @@ class TokenizationConfig(TokenizationSettings):
         else:
             check_writable(self.outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
         check_setup_lines(self.job.setup, where="job.setup")
+        for name, found in find_secrets(self.model_dump(mode="json")):
+            words = f"{found} looks like a secret, and others may read the job's script"
+            raise ConfigError(words, where=name, hint=SECRET_REMEDY)
         if self.executor == "slurm":
             slurm_commands.check_sbatch_options(self.job.sbatch, where="job.sbatch")
 
