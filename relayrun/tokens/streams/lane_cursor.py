@@ -19,6 +19,10 @@ class BlockStart(NamedTuple):
     """First row of the block in the fragment."""
 
 
+Place = tuple[int, ...]
+"""The place of a lane in its block: the fields of a `LaneCursor` from `taken` to `empty_before`."""
+
+
 class LaneCursor(NamedTuple):
     """The position of a lane. The first four fields are a `BlockStart`."""
 
@@ -28,6 +32,12 @@ class LaneCursor(NamedTuple):
     row: int = 0
     taken: int = 0
     """Samples that were taken from the block."""
+    rows_before: int = 0
+    """Rows of the lane in the block before the one with the first token of the next sample."""
+    tokens_before: int = 0
+    """Tokens of these rows."""
+    empty_before: int = 0
+    """Those of these rows whose text has no token."""
     rows: int = 0
     """Rows of the lane's earlier blocks, before any filter."""
     left_out: int = 0
@@ -52,6 +62,10 @@ class LaneCursor(NamedTuple):
     @property
     def position(self) -> BlockStart:
         return BlockStart(*self[:4])
+
+    @property
+    def place(self) -> Place:
+        return self[4:8]
 
     def counts(self) -> dict[str, int]:
         """Return the skipped rows for each reason of `SKIP_REASONS`."""
