@@ -110,8 +110,8 @@ class LaneSamples:
         """Nobody asks for samples before `place`."""
         self.start = place
         self._shape, self._rows, self._latest = shape, place[0], place[0] - 1
-        self._places = {place[0]: place}
-        """By the samples that were taken."""
+        self.places = {place[0]: place}
+        """The places between samples, by the samples that were taken."""
         self._begin, self.empty = place[2:]
         """Number of the first id that is kept: those of earlier samples are dropped. Skipped texts without a token."""
         self._ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -145,7 +145,7 @@ class LaneSamples:
             taken = np.arange(before + 1, self._rows + 1)
             found = np.searchsorted(self._documents[:, 2], taken * shape.seq_length, side="right")
             places = self._documents[np.minimum(found, len(self._documents) - 1)][:, [0, 1, 3]].tolist()
-            self._places |= {number: (number, *place) for number, place in zip(taken.tolist(), places, strict=True)}
+            self.places |= {number: (number, *place) for number, place in zip(taken.tolist(), places, strict=True)}
             return
         counts = shape.cut.windows(sizes)
         self._window_document = np.repeat(np.arange(len(sizes)), counts)
@@ -153,11 +153,7 @@ class LaneSamples:
         self._window_size = shape.cut.sizes(sizes)
         self._pieces = pack_rows(self._window_size, shape.seq_length, shape.settings.packing)
         self._rows = len(self._pieces)
-        self._places |= {taken: (taken, 0, 0, 0) for taken in range(self._rows + 1)}
-
-    def place(self, taken: int) -> Place:
-        """Return the place behind the first `taken` samples of the block."""
-        return self._places[taken]
+        self.places |= {taken: (taken, 0, 0, 0) for taken in range(self._rows + 1)}
 
     @property
     def left(self) -> int:
@@ -171,10 +167,11 @@ class LaneSamples:
         """Return sample `i` of the block."""
         shape, self._latest = self._shape, i
         if shape.cut is None:
-            begin, end = (place - self._begin for place in self._stretch(i))
-            if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
+            begin = i * shape.seq_length - self._begin
+            end = begin + shape.seq_length
+            if end < len(self._ids):  # every input has its target
                 return SampleRow(tokens=self._ids[begin : end + 1])
-            pieces = [(self._ids, begin, end)]
+            pieces = [(self._ids, begin, min(end, len(self._ids)))]
         else:
             pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
         return fill_row(
@@ -190,7 +187,8 @@ class LaneSamples:
         cut = self._shape.cut
         found: list[tuple[int, int, int]] = []  # document, and the range of its tokens among all ids
         if cut is None:
-            begin, end = self._stretch(i)
+            begin = i * self._shape.seq_length
+            end = begin + self._shape.seq_length
             begins, ends = np.maximum(begin, self._documents[:, 1]), np.minimum(end, self._documents[:, 2])
             documents = np.flatnonzero(begins < ends)
             found += zip(documents.tolist(), begins[documents].tolist(), ends[documents].tolist(), strict=True)
@@ -202,11 +200,6 @@ class LaneSamples:
                 found.append((document, base + low, base + high))
         of = self._documents[:, :2].tolist()
         return [(of[n][0], begin - of[n][1], end - begin) for n, begin, end in found]
-
-    def _stretch(self, i: int) -> tuple[int, int]:
-        """Return the range of inputs of sample `i` among all ids."""
-        length = self._shape.seq_length
-        return i * length, min((i + 1) * length, self._begin + len(self._ids))
 
     def _locate(self, window: int) -> tuple[int, int, int]:
         """Return document, first id and number of ids of a window."""
@@ -222,9 +215,10 @@ class LaneSamples:
         return cut.frame(self._ids[first : first + count])
 
 
-def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
+def encode_texts(parts: Sequence[pa.ChunkedArray], encode: EncodeFunction) -> list[Encoded]:
     """Encode several arrays of texts (large_string without nulls) together; return a result for each array."""
-    texts = PackedTexts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    chunks = [chunk for part in parts for chunk in part.chunks]
+    texts = PackedTexts.from_arrow(pa.chunked_array(chunks, pa.large_string()).combine_chunks())
     found = [encode(batch) for batch in texts.split(_MAX_TEXT_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])

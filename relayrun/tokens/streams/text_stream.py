@@ -61,14 +61,14 @@ class RowBlock:
         return max(1.0, int(self.rows.nbytes) / max(1, len(self.rows)))
 
     def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
-        """Return some rows, without a copy of the whole block."""
+        """Return some rows; of a block in parts each is a part, not copied."""
         parts = self.rows.to_batches()
         if len(parts) < 2:
             return self.rows.take(integers_to_arrow(wanted))
         starts = np.cumsum([0, *map(len, parts)])
         found = np.searchsorted(starts, wanted, side="right") - 1
         places = zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
-        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places]).combine_chunks()
+        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places])
 
 
 class RowBlocks:
@@ -429,7 +429,9 @@ class OpenTextLanes:
         """Return the cursor of a lane behind its latest sample."""
         now = self._lanes[lane]
         return (
-            now.cursor if now.block is None else (*now.cursor[:4], *now.block.samples.place(now.taken), *now.cursor[8:])
+            now.cursor
+            if now.block is None
+            else (*now.cursor[:4], *now.block.samples.places[now.taken], *now.cursor[8:])
         )
 
     def close(self) -> None:
