@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from relayrun.tokens.stores.urls import READER_CLOSED
@@ -40,8 +39,7 @@ class Prefetcher(Generic[T]):
         self._closing = READER_CLOSED.get() or threading.Event()
         self._end: _EndOfItems | None = None
         self._queue: SimpleQueue[T | _EndOfItems] = SimpleQueue()
-        self._room: SimpleQueue[None] = SimpleQueue()
-        """An entry for each item that may be read: `threading.Semaphore` is Python, and costs ten times as much."""
+        self._room = threading.Semaphore(depth)
         self._thread: threading.Thread | None = None
         if starts:
             self.start()
@@ -62,14 +60,12 @@ class Prefetcher(Generic[T]):
         if self._depth and self._thread is None:
             self._thread = threading.Thread(target=self._read, daemon=True, name=self._name)
             _started_prefetchers.add(self)
-            for _ in range(self._depth):
-                self._room.put(None)
             self._thread.start()
 
     def close(self) -> None:
         """Ask the thread to end after its current item."""
         self._closing.set()
-        self._room.put(None)
+        self._room.release()
         waiting, self._queue = self._queue, SimpleQueue()  # frees the items
         waiting.put(_EndOfItems(None))
 
@@ -81,7 +77,7 @@ class Prefetcher(Generic[T]):
     def _next(self) -> T | _EndOfItems:
         if self._thread is not None:
             item = self._queue.get()
-            self._room.put(None)
+            self._room.release()
             return item
         return self._read_next()
 
@@ -98,10 +94,8 @@ class Prefetcher(Generic[T]):
         item: T | _EndOfItems | None = None
         while not isinstance(item, _EndOfItems):
             del item  # not kept until the next one is read
-            while not self._closing.is_set():
-                with contextlib.suppress(Empty):
-                    self._room.get(timeout=_POLL_SECONDS)
-                    break
+            while not self._room.acquire(timeout=_POLL_SECONDS) and not self._closing.is_set():
+                pass
             item = _EndOfItems(None) if self._closing.is_set() else self._read_next()
             self._queue.put(item)
 

@@ -63,10 +63,6 @@ class LaneCursor(NamedTuple):
     def position(self) -> BlockStart:
         return BlockStart(*self[:4])
 
-    @property
-    def place(self) -> Place:
-        return self[4:8]
-
     def counts(self) -> dict[str, int]:
         """Return the skipped rows for each reason of `SKIP_REASONS`."""
         return {words: getattr(self, name) for name, words in SKIP_REASONS.items()}

@@ -299,7 +299,7 @@ class LaneGroup:
     def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
         rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
         start = self._from[lane]
-        place = start.place if start.position == block.position else LaneCursor().place
+        place = start[4:8] if start.position == block.position else (0, 0, 0, 0)
         return LaneBlock(
             block=block if len(rows) else None,
             position=block.position,
@@ -428,11 +428,8 @@ class OpenTextLanes:
     def cursor(self, lane: int) -> Cursor:
         """Return the cursor of a lane behind its latest sample."""
         now = self._lanes[lane]
-        return (
-            now.cursor
-            if now.block is None
-            else (*now.cursor[:4], *now.block.samples.places[now.taken], *now.cursor[8:])
-        )
+        place = now.cursor[4:8] if now.block is None else now.block.samples.places[now.taken]
+        return (*now.cursor[:4], *place, *now.cursor[8:])
 
     def close(self) -> None:
         """Stop threads and close files."""
