@@ -19,10 +19,6 @@ class BlockStart(NamedTuple):
     """First row of the block in the fragment."""
 
 
-Place = tuple[int, ...]
-"""The place of a lane in its block: the fields of a `LaneCursor` from `taken` to `empty_before`."""
-
-
 class LaneCursor(NamedTuple):
     """The position of a lane. The first four fields are a `BlockStart`."""
 

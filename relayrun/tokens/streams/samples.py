@@ -18,7 +18,6 @@ from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.readers.columns import sample_texts
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
-from relayrun.tokens.streams.lane_cursor import Place
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
@@ -106,8 +105,8 @@ class SampleShape:
 class LaneSamples:
     """The samples of a lane's block, as far as its texts are encoded."""
 
-    def __init__(self, shape: SampleShape, place: Place = (0, 0, 0, 0)) -> None:
-        """Nobody asks for samples before `place`."""
+    def __init__(self, shape: SampleShape, place: tuple[int, ...] = (0, 0, 0, 0)) -> None:
+        """Nobody asks for samples before `place`: the fields of a `LaneCursor` from `taken` to `empty_before`."""
         self.start = place
         self._shape, self._rows, self._latest = shape, place[0], place[0] - 1
         self.places = {place[0]: place}

@@ -318,8 +318,8 @@ class LaneGroup:
             count = max(_FEWEST_ROWS, int(ENCODE_BATCH_BYTES / len(self._waiting) / block.block.row_bytes))
         wanted = block.rows[block.encoded : block.encoded + count]
         texts, chosen, left_out = self._blocks.reader.texts(block.block.take(wanted))
-        before = block.samples.start[1] if block.encoded + len(wanted) == len(block.rows) else 0
-        if before:  # a resume does not wait for the account of the rows that it passes over
+        if (before := block.samples.start[1]) and block.encoded + len(wanted) == len(block.rows):
+            # last: a resume does not wait for the filters of the rows that it passes over
             left_out += self._blocks.reader.texts(block.block.take(block.rows[:before]))[2]
         return texts, partial(block.add, len(wanted), chosen, left_out)
 
@@ -369,6 +369,10 @@ class TextStream:
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
+_SAMPLES_FIRST = 3
+"""Samples of a lane before the next block is read: a reader of batches takes two before anybody has the first."""
+
+
 @dataclass
 class _Lane:
     """A lane that is being read."""
@@ -407,7 +411,7 @@ class OpenTextLanes:
             else:
                 self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
-        if now.taken == now.cursor.taken + 1:
+        if now.taken == now.cursor.taken + _SAMPLES_FIRST:
             self._groups[lane % self._stream.blocks.groups].read_ahead()
         now.taken += 1
         now.empty_since = None
