@@ -105,9 +105,9 @@ class Loader(Iterator[dict[str, Any]]):
         of its documents, to which attention is restricted."""
         if self._reader is None:
             self._reader = self._open()
-        (rows,) = next(self._reader)
+        (batch,) = next(self._reader)
         self._consumed = self._reader.consumed_samples
-        return self._as_dict(rows)
+        return dict[str, Any](batch)
 
     def sample(self, k: int) -> dict[str, Any]:
         """Return sample k of all ranks, as a batch of one row. Raises ConfigError for text, whose samples have no
@@ -221,12 +221,13 @@ class Loader(Iterator[dict[str, Any]]):
             batch_sizes=self._sizes,
             consumed_samples=self._consumed,
             vocabulary_size=self._manifest.vocabulary_size,
+            convert=self._as_dict,
         )
 
     def _as_dict(self, rows: RowBatch) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "input_ids": np.ascontiguousarray(rows.tokens[:, :-1]),
-            "labels": np.ascontiguousarray(rows.tokens[:, 1:]),
+            "input_ids": rows.tokens[:, :-1].astype(np.int64, "C"),
+            "labels": rows.tokens[:, 1:].astype(np.int64, "C"),
             "loss_mask": self._masks.loss(rows),
             "position_ids": self._masks.positions(rows),
             "document_lengths": self._masks.documents(rows),

@@ -17,18 +17,24 @@ from relayrun.files import read_json_lines
 from tests.tokens.test_loader import shards
 from tests.workspace import Workspace
 
+from .test_local_recipes import ON_CPUS, python_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(folder: Path, example: str, *, name: str, steps: int, kills: int) -> Path:
     words = [str(ROOT / "tests/killed_by_itself.py"), "49", str(kills), str(ROOT / f"examples/loader/{example}.py")]
+    python = sys.executable
+    if example == "torchtitan_loader":
+        python = python_of("torchtitan")
+        words.insert(3, str(ON_CPUS))
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     values = {
         "project": "test",
         "name": name,
         "run_dir": str(folder / name),
         "trainer": "command",
-        "cluster": {"name": "local", "scheduler": "local", "python": sys.executable, "environment": environment},
+        "cluster": {"name": "local", "scheduler": "local", "python": python, "environment": environment},
         "command": {
             "run": ["{python}", *words, str(folder / "data.yaml"), "{checkpoints}", str(steps)],
             "leave_signal": None,
@@ -56,6 +62,7 @@ def steps_of(run: Run) -> dict[int, tuple[float, float]]:
         pytest.param("huggingface", 2, 60, "transformers", marks=pytest.mark.long),
         pytest.param("lightning_module", 2, 60, "lightning", marks=pytest.mark.long),
         pytest.param("megatron_core", 2, 60, "megatron.core", marks=pytest.mark.long),
+        pytest.param("torchtitan_loader", 2, 60, "torch", marks=pytest.mark.long),
     ],
 )
 def test_an_example_that_is_killed_trains_on_the_samples_of_a_whole_run(

@@ -27,6 +27,7 @@ from relayrun.loader import Loader
 from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.streams import samples
+from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.workspace import Workspace
 
@@ -334,7 +335,7 @@ def test_a_state_far_on_is_read_in_a_second(tmp_path: Path, make: Any) -> None:
     if "lanes" in data:
         state |= {"consumed_samples": 999_999_996, "counts": dict.fromkeys(("code", "web"), 499_999_998)}
         for name in state["streams"]:
-            state["streams"][name] = {"at": 999_999_996, "cursors": [[10**6, *[0] * 20]] * 12}
+            state["streams"][name] = {"at": 999_999_996, "cursors": [[*LaneCursor(epoch=10**6)]] * 12}
     with Loader(data, seq_length=LENGTH, batch_size=BATCH) as loader:
         begin = time.process_time()
         loader.load_state_dict(state)

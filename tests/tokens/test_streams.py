@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -473,6 +474,14 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
             next(ahead)
         ahead.close()
     assert list(Prefetcher(iter(range(4)), 2, name="test")) == [0, 1, 2, 3]
+
+
+def test_an_end_of_the_process_does_not_wait_for_a_thread_that_is_about_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead = Prefetcher(iter(range(4)), 2, name="test", starts=False)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: ahead.join(1.0))
+    ahead.start()
 
 
 def test_an_item_is_read_when_there_is_room_for_it() -> None:

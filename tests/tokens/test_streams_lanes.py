@@ -90,15 +90,49 @@ def test_a_lane_is_encoded_in_pieces_whose_samples_are_those_of_the_whole(
         ]
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"min_len": 12}, {"map": f"{__name__}:drops_some"}], ids=["all", "length", "map"]
+)
+def test_a_resume_encodes_no_text_before_its_place_and_counts_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """300 rows of a block for each lane; some have no text. The cursors behind it are those of one reading."""
+    write(tmp_path, "parquet", [700, 700, 700], group=90, extra=dict.fromkeys(range(3, 2100, 11), ""))
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 300)
+    monkeypatch.setattr(text_stream, "ENCODE_BATCH_BYTES", 100)
+    made = stream(tmp_path, "parquet", shuffle_buffer=1200, **settings)
+    whole = [found for _, found in samples(made, [0, 2], 320)][::2]
+    late = max(at for at in range(320) if whole[at][:2] == (0, 0))
+    assert LaneCursor(*whole[late]).rows_before > 280
+    for at in range(late - 24, late, 3):
+        calls = watched(made)
+        opened = made.open_lanes({0: whole[at], 2: made.first_cursors()[2]})
+        opened.take(0)
+        assert [len(call) <= 64 for call in calls] == [True], "32 rows of each lane"
+        found = [opened.cursor(0), *((opened.take(0), opened.cursor(0))[1] for _ in range(319 - at - 1))]
+        opened.close()
+        assert found == whole[at + 1 :]
+
+
+def test_a_place_beyond_its_block_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", [40])
+    made = stream(tmp_path, "parquet", shuffle_buffer=40)
+    opened = made.open_lanes({0: LaneCursor(taken=1, rows_before=10)})
+    with pytest.raises(FatalTrainingError, match="no block"):
+        opened.take(0)
+    opened.close()
+
+
 def test_the_next_block_is_read_behind_the_first_samples(tmp_path: Path) -> None:
-    """Before them, it took a fifth of the time to the first batch of a resume."""
+    """Before them, it took a fifth of the time to the first batch of a resume; behind the first two, which are read
+    ahead for batches, up to half where the processors are busy."""
     write(tmp_path, "parquet", [40, 40, 40], group=10)
     opened = stream(tmp_path, "parquet", lanes=2, name="read-behind").open_lanes({0: LaneCursor(), 1: LaneCursor()})
 
     def reads() -> bool:
         return any(thread.name.startswith("read-behind") for thread in threading.enumerate())
 
-    for lane in range(2):
+    for lane in (0, 1) * 3:
         opened.take(lane)
         assert not reads()
     opened.take(0)
@@ -116,6 +150,10 @@ def test_no_lane_of_another_rank_is_encoded(tmp_path: Path) -> None:
     assert rows
     assert their_rows
     assert not rows & their_rows
+
+
+def drops_some(row: dict[str, str]) -> str | None:
+    return None if int(row["text"][1:6] or 0) % 5 == 2 else row["text"]
 
 
 def refuses_row_7(row: dict[str, str]) -> str:
@@ -137,7 +175,7 @@ def test_what_a_map_raises_for_another_lane_is_raised_when_that_lane_comes_to_it
 
 def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
     parts = [["ab", "", "cde"], [], [""], ["f" * 50], ["gh", "i"]]
-    arrays = [pa.array(part, pa.large_string()) for part in parts]
+    arrays = [pa.chunked_array([[*part[:1]], [*part[1:]]], pa.large_string()) for part in parts]
     for (ids, lengths), part in zip(encode_texts(arrays, streaming.encode), parts, strict=True):
         wanted_ids, wanted_lengths = streaming.encode(PackedTexts.of(part))
         assert np.array_equal(ids, wanted_ids)

@@ -12,7 +12,7 @@ past of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
@@ -26,8 +26,8 @@ PREFETCHED_ITERATIONS = 2
 """Iterations that a thread prepares in advance."""
 CLOSE_SECONDS = 10.0
 
-Batch = list[RowBatch]
-"""The share of a rank in an iteration: a micro-batch for each accumulation step."""
+Batch = list[Any]
+"""The share of a rank in an iteration: for each accumulation step a `RowBatch`, or what `convert` makes of it."""
 
 
 class SampleSource(Protocol):
@@ -68,8 +68,9 @@ class BatchReader(Iterator[Batch]):
         batch_sizes: GlobalBatchSizes,
         consumed_samples: int,
         vocabulary_size: int | None = None,
+        convert: Callable[[RowBatch], Any] = lambda rows: rows,
     ) -> None:
-        """`vocabulary_size`: exclusive upper bound of token ids; None: unknown."""
+        """`vocabulary_size`: exclusive upper bound of token ids; None: unknown. The thread calls `convert`."""
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
@@ -85,7 +86,7 @@ class BatchReader(Iterator[Batch]):
         self._size = data_parallel_size
         self._micro_batch_size = micro_batch_size
         self._batch_sizes = batch_sizes
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size, self._convert = vocabulary_size, convert
         self._closed = False
         self._ahead = Prefetcher(self._batches(consumed_samples), PREFETCHED_ITERATIONS, name=f"batches-{order.name}")
 
@@ -117,10 +118,15 @@ class BatchReader(Iterator[Batch]):
 
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [RowBatch.stack([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
+        return [self._micro_batch(numbers[at : at + step]) for at in range(0, len(numbers), step)]
 
-    def _row(self, k: int) -> SampleRow:
-        return check_row(self._order.row(k), self._order, k, self._vocabulary_size)
+    def _micro_batch(self, numbers: Sequence[int]) -> Any:
+        rows = [*map(self._order.row, numbers)]
+        found, size = RowBatch.stack(rows), self._vocabulary_size
+        if size is not None and first_foreign_id(found.tokens.ravel(), size) is not None:
+            for k, row in zip(numbers, rows, strict=True):
+                check_row(row, self._order, k, size)
+        return self._convert(found)
 
     def _numbers(self, first: int, end: int) -> Sequence[int]:
         """Return this rank's samples of the range."""

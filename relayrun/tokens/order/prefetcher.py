@@ -70,8 +70,8 @@ class Prefetcher(Generic[T]):
         waiting.put(_EndOfItems(None))
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the thread."""
-        if self._thread is not None:
+        """Wait at most `seconds` for the end of the thread, which another thread may be about to start."""
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join(seconds)
 
     def _next(self) -> T | _EndOfItems:

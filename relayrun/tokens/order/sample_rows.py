@@ -65,8 +65,8 @@ class SampleRow:
 class RowBatch:
     """The samples of a micro-batch."""
 
-    tokens: npt.NDArray[np.int64]
-    """Token ids, int64 [rows, seq_length + 1]."""
+    tokens: npt.NDArray[np.signedinteger[Any]]
+    """Token ids, int64 or int32 [rows, seq_length + 1]."""
     lengths: Sequence[Sequence[int] | None] | None = None
     """Lengths of each row, as in `SampleRow`; None: no row has any."""
     loss_mask: npt.NDArray[np.float32] | None = None
@@ -84,7 +84,7 @@ class RowBatch:
             ones = np.ones(len(rows[0].tokens) - 1, np.float32)
             masks = np.stack([ones if row.loss_mask is None else row.loss_mask for row in rows])
         return cls(
-            tokens=np.stack([row.tokens for row in rows], dtype=np.int64),
+            tokens=np.stack([row.tokens for row in rows]),
             lengths=[row.lengths for row in rows] if any(row.lengths is not None for row in rows) else None,
             loss_mask=masks,
             padding=sum(row.padding for row in rows),
@@ -119,8 +119,9 @@ class RowMasks:
     def loss(self, rows: RowBatch) -> npt.NDArray[np.float32] | None:
         """Return 1 for each token that counts in the loss, float32 [batch, sequence]; None: all count."""
         if self._masks_loss:
-            counts = np.asarray(rows.tokens[:, :-1] != self._loss_end, np.float32)
-            counts = counts if rows.loss_mask is None else counts * rows.loss_mask
+            inputs = rows.tokens[:, :-1]
+            counts = np.ones(inputs.shape, np.float32) if rows.loss_mask is None else rows.loss_mask
+            counts = counts if self._loss_end < 0 else counts * (inputs != self._loss_end)
             return counts if self._counted is None else counts * self._counted[rows.tokens[:, 1:]]
         if rows.loss_mask is not None:
             words = "a data set of the mixture gives a loss mask, and none was announced"

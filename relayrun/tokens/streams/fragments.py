@@ -217,7 +217,7 @@ class FragmentReader:
         """Return the indices of rows to train on (ascending int64), and the number of skipped rows by reason. Raises
         FatalTrainingError for a missing text without `drop_null`, and for columns that the filter does not fit."""
         reasons, texts = rows[_REASON_COLUMN], rows[TEXT_COLUMN]
-        found: Counter[str] = Counter(reasons.drop_null().to_pylist())
+        found = Counter[str](reasons.drop_null().to_pylist() if reasons.null_count < len(rows) else ())
         chosen = np.arange(len(rows))
         if found:
             chosen = chosen[np.asarray(reasons.is_null(), np.bool_)]
@@ -250,20 +250,21 @@ class FragmentReader:
             chosen = chosen[fits]
         return chosen, found
 
-    def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64], Counter[str]]:
+    def texts(self, rows: pa.Table) -> tuple[pa.ChunkedArray, npt.NDArray[np.int64], Counter[str]]:
         """Return the texts to train on (large_string, without nulls), their row indices, and skipped rows by reason.
         Raises FatalTrainingError like `keep`, if the user's `stream.map` raises, and if it returns no text."""
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
             texts = rows[TEXT_COLUMN] if len(kept) == len(rows) else rows[TEXT_COLUMN].take(integers_to_arrow(kept))
-            return texts.combine_chunks(), kept, left_out
+            return texts, kept, left_out
         mapped = self._mapped
         given = rows.take(integers_to_arrow(kept)).select([TEXT_COLUMN, *self._stream.extra_columns])
         named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
         left_out["stream.map"] += int((~made).sum())
-        return large_strings([text for text in found if text is not None]), kept[made], left_out
+        texts = large_strings([text for text in found if text is not None])
+        return pa.chunked_array([texts]), kept[made], left_out
 
     @cached_property
     def _mapped(self) -> Callable[[dict[str, Any]], str | None]:

@@ -28,6 +28,12 @@ class LaneCursor(NamedTuple):
     row: int = 0
     taken: int = 0
     """Samples that were taken from the block."""
+    rows_before: int = 0
+    """Rows of the lane in the block before the one with the first token of the next sample."""
+    tokens_before: int = 0
+    """Tokens of these rows."""
+    empty_before: int = 0
+    """Those of these rows whose text has no token."""
     rows: int = 0
     """Rows of the lane's earlier blocks, before any filter."""
     left_out: int = 0

@@ -105,34 +105,46 @@ class SampleShape:
 class LaneSamples:
     """The samples of a lane's block, as far as its texts are encoded."""
 
-    def __init__(self, shape: SampleShape, taken: int = 0) -> None:
-        """`taken`: samples that nobody asks for again."""
-        self.empty = 0
-        """Texts without a token; they are skipped."""
-        self._shape, self._latest, self._texts, self._rows = shape, taken - 1, 0, 0
-        self._begin = 0
-        """Number of the first id that is kept: those of earlier samples are dropped."""
+    def __init__(self, shape: SampleShape, place: tuple[int, ...] = (0, 0, 0, 0)) -> None:
+        """Nobody asks for samples before `place`: the fields of a `LaneCursor` from `taken` to `empty_before`."""
+        self.start = place
+        self._shape, self._rows, self._latest = shape, place[0], place[0] - 1
+        self.places = {place[0]: place}
+        """The places between samples, by the samples that were taken."""
+        self._begin, self.empty = place[2:]
+        """Number of the first id that is kept: those of earlier samples are dropped. Skipped texts without a token."""
         self._ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._document_of = self._starts = self._ends = np.empty(0, np.int64)
+        self._documents = np.empty((0, 4), np.int64)
+        """Row in the lane's share, first id, the one behind the last, and texts before it without a token."""
 
-    def add(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], *, last: bool) -> None:
-        """Add `ids` of the next texts, and the number of ids of each. Windows of documents come all at once."""
+    def add(
+        self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], rows: npt.NDArray[np.int64], *, last: bool
+    ) -> None:
+        """Add `ids` of the next texts, the number of ids of each, and its row in the lane's share. Windows of documents
+        come all at once."""
         shape, there = self._shape, np.flatnonzero(lengths)
         framing = DocumentFraming(bos_id=None, eod_id=shape.eod, dtype="int32", keep_empty=False)
-        framed, sizes = framing.apply(ids, lengths)
         dropped = min(len(self._ids), max(0, self._latest * shape.seq_length - self._begin)) if shape.cut is None else 0
+        kept = self._ids[dropped:]
+
+        def room(count: int) -> npt.NDArray[np.int32]:
+            self._ids = np.empty(len(kept) + count, np.int32)
+            self._ids[: len(kept)] = kept
+            return self._ids[len(kept) :]
+
+        _, sizes = framing.apply(ids, lengths, room)
         self._begin += dropped
-        ends = self._begin + len(self._ids) - dropped + np.cumsum(sizes)
-        self._ids = np.concatenate([self._ids[dropped:], framed.astype(np.int32, copy=False)])
-        kept = int(np.searchsorted(self._ends, self._begin, side="right"))
-        self._ends = np.concatenate([self._ends[kept:], ends])
-        self._starts = np.concatenate([self._starts[kept:], ends - sizes])
-        self._document_of = np.concatenate([self._document_of[kept:], self._texts + there])
-        self._texts += len(lengths)
+        ends = self._begin + len(kept) + np.cumsum(sizes)
+        more = np.stack([rows[there], ends - sizes, ends, self.empty + there - np.arange(len(there))], axis=1)
+        self._documents = np.concatenate([self._documents[self._documents[:, 2] > self._begin], more])
         self.empty += len(lengths) - len(there)
         if shape.cut is None:
             inputs = max(0, self._begin + len(self._ids) - 1)
-            self._rows = -(-inputs // shape.seq_length) if last else inputs // shape.seq_length
+            before, self._rows = self._rows, -(-inputs // shape.seq_length) if last else inputs // shape.seq_length
+            taken = np.arange(before + 1, self._rows + 1)
+            found = np.searchsorted(self._documents[:, 2], taken * shape.seq_length, side="right")
+            places = self._documents[np.minimum(found, len(self._documents) - 1)][:, [0, 1, 3]].tolist()
+            self.places |= {number: (number, *place) for number, place in zip(taken.tolist(), places, strict=True)}
             return
         counts = shape.cut.windows(sizes)
         self._window_document = np.repeat(np.arange(len(sizes)), counts)
@@ -140,6 +152,7 @@ class LaneSamples:
         self._window_size = shape.cut.sizes(sizes)
         self._pieces = pack_rows(self._window_size, shape.seq_length, shape.settings.packing)
         self._rows = len(self._pieces)
+        self.places |= {taken: (taken, 0, 0, 0) for taken in range(self._rows + 1)}
 
     @property
     def left(self) -> int:
@@ -153,10 +166,11 @@ class LaneSamples:
         """Return sample `i` of the block."""
         shape, self._latest = self._shape, i
         if shape.cut is None:
-            begin, end = (place - self._begin for place in self._stretch(i))
-            if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
+            begin = i * shape.seq_length - self._begin
+            end = begin + shape.seq_length
+            if end < len(self._ids):  # every input has its target
                 return SampleRow(tokens=self._ids[begin : end + 1])
-            pieces = [(self._ids, begin, end)]
+            pieces = [(self._ids, begin, min(end, len(self._ids)))]
         else:
             pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
         return fill_row(
@@ -168,33 +182,29 @@ class LaneSamples:
         )
 
     def origins(self, i: int) -> list[tuple[int, int, int]]:
-        """Return the parts of sample `i`: text of the block, first token in the text, number of tokens."""
+        """Return the parts of sample `i`: row in the lane's share, first token in its text, number of tokens."""
         cut = self._shape.cut
         found: list[tuple[int, int, int]] = []  # document, and the range of its tokens among all ids
         if cut is None:
-            begin, end = self._stretch(i)
-            first, last = np.searchsorted(self._ends, begin, "right"), np.searchsorted(self._ends, end, "left")
-            documents = np.arange(first, last + 1)
-            begins, ends = np.maximum(begin, self._starts[documents]), np.minimum(end, self._ends[documents])
-            found += zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True)
+            begin = i * self._shape.seq_length
+            end = begin + self._shape.seq_length
+            begins, ends = np.maximum(begin, self._documents[:, 1]), np.minimum(end, self._documents[:, 2])
+            documents = np.flatnonzero(begins < ends)
+            found += zip(documents.tolist(), begins[documents].tolist(), ends[documents].tolist(), strict=True)
         for window, start, stop in self._pieces[i] if cut is not None else ():
             document, base, count = self._locate(window)
             before = int(cut is not None and cut.bos is not None)
             low, high = max(start - before, 0), min(stop - before, count)
             if high > low:
                 found.append((document, base + low, base + high))
-        return [(int(self._document_of[n]), begin - int(self._starts[n]), end - begin) for n, begin, end in found]
-
-    def _stretch(self, i: int) -> tuple[int, int]:
-        """Return the range of inputs of sample `i` among all ids."""
-        length = self._shape.seq_length
-        return i * length, min((i + 1) * length, self._begin + len(self._ids))
+        of = self._documents[:, :2].tolist()
+        return [(of[n][0], begin - of[n][1], end - begin) for n, begin, end in found]
 
     def _locate(self, window: int) -> tuple[int, int, int]:
         """Return document, first id and number of ids of a window."""
         assert self._shape.cut is not None
         document = int(self._window_document[window])
-        first = int(self._starts[document]) + int(self._window_start[window])
+        first = int(self._documents[document, 1]) + int(self._window_start[window])
         return document, first, int(self._window_size[window]) - self._shape.cut.specials
 
     def _window(self, number: int) -> npt.NDArray[np.int32]:
@@ -204,9 +214,10 @@ class LaneSamples:
         return cut.frame(self._ids[first : first + count])
 
 
-def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
+def encode_texts(parts: Sequence[pa.ChunkedArray], encode: EncodeFunction) -> list[Encoded]:
     """Encode several arrays of texts (large_string without nulls) together; return a result for each array."""
-    texts = PackedTexts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    chunks = [chunk for part in parts for chunk in part.chunks]
+    texts = PackedTexts.from_arrow(pa.chunked_array(chunks, pa.large_string()).combine_chunks())
     found = [encode(batch) for batch in texts.split(_MAX_TEXT_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])

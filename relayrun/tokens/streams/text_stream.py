@@ -61,14 +61,14 @@ class RowBlock:
         return max(1.0, int(self.rows.nbytes) / max(1, len(self.rows)))
 
     def take(self, wanted: npt.NDArray[np.int64]) -> pa.Table:
-        """Return some rows, without a copy of the whole block."""
+        """Return some rows; of a block in parts each is a part, not copied."""
         parts = self.rows.to_batches()
         if len(parts) < 2:
             return self.rows.take(integers_to_arrow(wanted))
         starts = np.cumsum([0, *map(len, parts)])
         found = np.searchsorted(starts, wanted, side="right") - 1
         places = zip(found.tolist(), (wanted - starts[found]).tolist(), strict=True)
-        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places]).combine_chunks()
+        return pa.Table.from_batches([parts[part].slice(row, 1) for part, row in places])
 
 
 class RowBlocks:
@@ -192,18 +192,18 @@ class LaneBlock:
     files_left_out: int
     """Files that were skipped before the block, counted by the first lane of a group alone."""
     samples: LaneSamples
-    encoded: int = 0
-    """The first rows, whose texts were encoded."""
+    origins: npt.NDArray[np.int64]
+    """As in `RowBlock`, of the rows here."""
+    encoded: int
+    """The first rows, whose texts were encoded, or are before the place where the lane resumed."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Rows without a text or token, by reason."""
-    origins: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
 
-    def add(self, rows: int, origins: npt.NDArray[np.int64], left_out: Counter[str], encoded: Encoded) -> None:
-        """Add the next rows: the origins and the tokens of their texts."""
+    def add(self, rows: int, texts: npt.NDArray[np.int64], left_out: Counter[str], encoded: Encoded) -> None:
+        """Add the next rows: which of them have a text, and the tokens of the texts."""
+        numbers = self.encoded + texts
         self.encoded += rows
-        self.samples.add(*encoded, last=self.encoded == len(self.rows))
-        self.origins = np.concatenate([self.origins, origins])
+        self.samples.add(*encoded, numbers, last=self.encoded == len(self.rows))
         self.left_out.update(left_out)
         self.left_out["no token"] = self.samples.empty
         if self.encoded == len(self.rows):
@@ -299,12 +299,15 @@ class LaneGroup:
     def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
         rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
         start = self._from[lane]
+        place = start[4:8] if start.position == block.position else (0, 0, 0, 0)
         return LaneBlock(
             block=block if len(rows) else None,
             position=block.position,
             rows=rows,
             files_left_out=block.files_left_out if lane == self._group else 0,  # counted by the first lane
-            samples=LaneSamples(self._shape, start.taken if start.position == block.position else 0),
+            samples=LaneSamples(self._shape, place),
+            origins=block.origins[rows],
+            encoded=place[1],
         )
 
     def _next_texts(self, block: LaneBlock) -> tuple[pa.Array, Callable[..., None]]:
@@ -315,10 +318,10 @@ class LaneGroup:
             count = max(_FEWEST_ROWS, int(ENCODE_BATCH_BYTES / len(self._waiting) / block.block.row_bytes))
         wanted = block.rows[block.encoded : block.encoded + count]
         texts, chosen, left_out = self._blocks.reader.texts(block.block.take(wanted))
-        return texts, partial(block.add, len(wanted), block.block.origins[wanted][chosen], left_out)
-
-
-_TAKEN = LaneCursor._fields.index("taken")
+        if (before := block.samples.start[1]) and block.encoded + len(wanted) == len(block.rows):
+            # last: a resume does not wait for the filters of the rows that it passes over
+            left_out += self._blocks.reader.texts(block.block.take(block.rows[:before]))[2]
+        return texts, partial(block.add, len(wanted), chosen, left_out)
 
 
 class TextStream:
@@ -366,6 +369,10 @@ class TextStream:
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
+_SAMPLES_FIRST = 3
+"""Samples of a lane before the next block is read: a reader of batches takes two before anybody has the first."""
+
+
 @dataclass
 class _Lane:
     """A lane that is being read."""
@@ -404,7 +411,7 @@ class OpenTextLanes:
             else:
                 self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
-        if now.taken == now.cursor.taken + 1:
+        if now.taken == now.cursor.taken + _SAMPLES_FIRST:
             self._groups[lane % self._stream.blocks.groups].read_ahead()
         now.taken += 1
         now.empty_since = None
@@ -415,8 +422,8 @@ class OpenTextLanes:
         now = self._lanes[lane]
         assert now.block is not None
         found = []
-        for text, offset, tokens in now.block.samples.origins(now.taken - 1):
-            file, group, row = now.block.origins[text].tolist()
+        for number, offset, tokens in now.block.samples.origins(now.taken - 1):
+            file, group, row = now.block.origins[number].tolist()
             path = self._stream.files[file].path
             prefix = path if group < 0 else f"{path}, row group {group}"
             found.append(SampleSegment(prefix=prefix, document=row, offset=offset, tokens=tokens))
@@ -425,7 +432,8 @@ class OpenTextLanes:
     def cursor(self, lane: int) -> Cursor:
         """Return the cursor of a lane behind its latest sample."""
         now = self._lanes[lane]
-        return (*now.cursor[:_TAKEN], now.taken, *now.cursor[_TAKEN + 1 :])
+        place = now.cursor[4:8] if now.block is None else now.block.samples.places[now.taken]
+        return (*now.cursor[:4], *place, *now.cursor[8:])
 
     def close(self) -> None:
         """Stop threads and close files."""
@@ -453,7 +461,7 @@ class OpenTextLanes:
             )
         if now.block is not None:
             now.cursor, now.taken = _cursor_after(now.cursor, now.block)._replace(**block.position._asdict()), 0
-        elif block.position != now.cursor.position:
+        elif block.position != now.cursor.position or now.cursor.rows_before >= max(1, len(block.rows)):
             words = f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins"
             raise FatalTrainingError(words, hint="the files are not those of the checkpoint; put them back")
         now.block = block
@@ -462,8 +470,11 @@ class OpenTextLanes:
 def _cursor_after(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
     return cursor._replace(
         taken=0,
+        rows_before=0,
+        tokens_before=0,
+        empty_before=0,
         rows=cursor.rows + len(block.rows),
-        left_out=cursor.left_out + len(block.rows) - len(block.origins) + block.samples.empty,
+        left_out=cursor.left_out + block.left_out.total(),
         samples=cursor.samples + len(block.samples),
         files=cursor.files + block.files_left_out,
     ).with_left_out(block.left_out)

@@ -325,7 +325,7 @@ class ModelStage:
         self._progress()
         batch = next(batches)
         device = self.ranks.device
-        tokens = to_device(torch.from_numpy(batch.tokens), device)
+        tokens = to_device(torch.from_numpy(batch.tokens), device).long()
         weights = None if batch.weights is None else to_device(torch.from_numpy(batch.weights), device)
         parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
