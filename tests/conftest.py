@@ -7,14 +7,12 @@ import os
 import random
 import re
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import hypothesis
 import pytest
-from _pytest.assertion import rewrite
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -110,19 +108,6 @@ def _signals_stay_as_they_were() -> Iterator[None]:
     after = signal.pthread_sigmask(signal.SIG_BLOCK, []), [signal.getsignal(number) for number in SIGNALS]
     signal.pthread_sigmask(signal.SIG_SETMASK, before[0])
     assert after == before
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """In a run of all tests each worker rewrites the asserts of a share of the modules, for all of them: side by side
-    they would each rewrite every module of a fresh clone, which doubles the time of a collection."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or session.config.args != ["tests"] or sys.dont_write_bytecode:
-        return
-    number, workers = (os.environ[f"PYTEST_XDIST_WORKER{name}"].removeprefix("gw") for name in ("", "_COUNT"))
-    for module in sorted(ROOT.glob("tests/**/test_*.py"))[int(number) :: int(workers)]:
-        rewritten = rewrite.get_cache_dir(module) / f"{module.stem}{rewrite.PYC_TAIL}"
-        if rewrite._read_pyc(module, rewritten) is None and rewrite.try_makedirs(rewritten.parent):
-            source, code = rewrite._rewrite_test(module, session.config)
-            rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, source, rewritten)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
