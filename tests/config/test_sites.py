@@ -241,7 +241,8 @@ def test_a_variable_that_names_another_cluster_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("variable", "setting"),
-    [("SBATCH_TIMELIMIT", "job.time"), ("SBATCH_WCKEY", "job.sbatch.wckey"), ("SBATCH_EXCLUSIVE", "job.exclusive")],
+    [("SBATCH_TIMELIMIT", "job.time"), ("SBATCH_WCKEY", "job.sbatch.wckey"), ("SBATCH_EXCLUSIVE", "job.exclusive")]
+    + [(f"SBATCH_{name}", "the option in job or job.sbatch") for name in ("GPUS", "MEM_PER_CPU", "HINT")],
 )
 def test_a_variable_of_sbatch_that_is_not_heeded_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, setting: str

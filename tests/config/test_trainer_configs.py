@@ -101,6 +101,7 @@ def test_an_unknown_trainer_has_a_nearest_one(tmp_path: Path) -> None:
         ({"checkpoint": {"pattern": "a/{iteration}", "tracker": "x"}}, "a tracker lies beside the checkpoints"),
         ({"checkpoint": {"unfinished_when": "x"}}, "command.checkpoint: unfinished_when needs `pattern`"),
         ({"checkpoint": {"whole_when": "state"}}, "command.checkpoint: whole_when needs `pattern`"),
+        ({"checkpoint": {"pattern": "{iteration}", "folder": "s3://b/c"}}, "s3://b/c is a URL"),
         ({"checkpoint": {"tracker": "latest"}}, "command.checkpoint: tracker needs `pattern`"),
         ({"checkpoint": {"pattern": "{iteration}", "whole_when": "../x"}}, "whole_when: this is a path below"),
     ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,3 +210,16 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                 base = at
                 begin(run, number, base)
                 watch = MergedViews(run)
+
+
+def test_a_hole_in_a_file_is_read_in_time_that_grows_with_its_size(tmp_path: Path) -> None:
+    """A file system that crashed leaves zeros: joined block by block they took 118 s for 50 MB, four times that for
+    twice as much."""
+    path = tmp_path / "lines.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"a": 1}\n')
+        file.write(bytes(40 << 20) + b"\n")
+        file.write(b'{"a": 2}\n')
+    begin = time.process_time()
+    assert [value for _, value in read_json_lines_backwards(path)] == [{"a": 2}, {"a": 1}]
+    assert time.process_time() - begin < 20

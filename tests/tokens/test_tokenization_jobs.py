@@ -206,6 +206,30 @@ def test_what_is_wrong_is_said_before_any_job_starts(settings: TokenizationSetti
         prepare_submission(settings.model_copy(update={"output_folder": str(tmp_path / "other")}))
 
 
+def test_dumps_that_are_all_done_are_those_of_these_settings(settings: TokenizationSettings, tmp_path: Path) -> None:
+    submit_dumps(config(settings, executor="local"))
+    for other in ({"output_folder": str(tmp_path / "other")}, {"tokenizer_name": "other"}):
+        with pytest.raises(InputError, match="finished dumps of this folder went to"):
+            submit_dumps(config(settings, executor="local", **other))
+    assert submit_dumps(config(settings, executor="local")) == []
+    settings.dataset_output.rename(tmp_path / "away")
+    with pytest.raises(InputError, match="the finished dumps of this metadata folder are gone"):
+        submit_dumps(config(settings, executor="local"))
+
+
+@pytest.mark.parametrize("where", ["job.setup", "cluster.environment.HF_TOKEN"])
+def test_a_secret_does_not_get_into_the_jobs_script(settings: TokenizationSettings, where: str) -> None:
+    made = config(settings, executor="slurm")
+    secret = {"job": {"setup": ["export PASSWORD=x0123456789"]}}
+    if where != "job.setup":
+        secret = {"cluster": {"name": "c", "scheduler": "slurm", "environment": {"HF_TOKEN": "x0123456789"}}}
+    made = type(made).model_validate(made.model_dump(exclude_unset=True) | secret)
+    with pytest.raises(ConfigError, match="looks like a secret") as error:
+        submit_dumps(made)
+    assert error.value.where == where
+    assert "0123456789" not in str(error.value)
+
+
 def test_without_slurm_the_slurm_executor_says_so(
     settings: TokenizationSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

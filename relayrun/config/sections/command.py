@@ -77,7 +77,7 @@ class CommandCheckpointSection(DataclassSection):
     tracker: Annotated[SingleLine, Checked(_entry)] | None = None
     """A file beside the checkpoints that names the newest complete one, by its iteration or its name, and is written
     after it."""
-    folder: SingleLine | None = None
+    folder: OutputPath | None = None
     """Folder of the checkpoints, to which `checkpoints` in the run's directory is then a link. None: that is a folder.
     A run without checkpoints of its own begins with the newest complete one that it finds there."""
     keep_last: Positive | None = None

@@ -68,17 +68,26 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_output_files, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
     _check_inputs(metadata, indices, settings)
-    link = metadata.tokenized_link
-    if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
-        words = f"finished dumps of this folder went to {os.readlink(link)}, not to {output}"
-        raise InputError(words, where=link, hint="use another metadata folder, or the same output folder and names")
+    _refuse_other_output(metadata, output)
     output.mkdir(parents=True, exist_ok=True)
     settings.job_output_files.mkdir(parents=True, exist_ok=True)
     for index in indices:
         settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
         (settings.dump_output(index) / ERROR_FILE).unlink(missing_ok=True)
-    replace_link(link, str(output))
+    replace_link(metadata.tokenized_link, str(output))
     return indices
+
+
+def _refuse_other_output(metadata: DumpsFolder, output: Path) -> None:
+    link = metadata.tokenized_link
+    if not metadata.finished() or not link.is_symlink():
+        return
+    if os.readlink(link) != str(output):
+        words = f"finished dumps of this folder went to {os.readlink(link)}, not to {output}"
+        raise InputError(words, where=link, hint="use another metadata folder, or the same output folder and names")
+    if not output.is_dir():
+        hint = "bring the folder back, or make the dumps anew: `relayrun dumps prepare` into another metadata folder"
+        raise InputError("the finished dumps of this metadata folder are gone", where=output, hint=hint)
 
 
 def _check_inputs(metadata: DumpsFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
@@ -185,6 +194,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     if not metadata.path.is_dir():
         hint = did_you_mean_path(metadata.path) or "`relayrun dumps prepare` makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
+    _refuse_other_output(metadata, settings.dataset_output)
     if not metadata.pending() and (finished := metadata.finished()):
         print(f"all {len(finished)} dumps are done")
         return []
