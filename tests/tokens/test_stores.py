@@ -103,14 +103,14 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nowhere://x", r"^nowhere://x: fsspec cannot look at this: Protocol not known: nowhere"),
+        ("nowhere://x", r"^nowhere://x: fsspec cannot use this: Protocol not known: nowhere"),
         (
             "s3://bucket/web",
             r"^s3://bucket/web: the package of this scheme cannot be imported: Install s3fs to access S3",
         ),
         ("file:///there/is/none", r"^file:///there/is/none: there is no such dataset folder"),
         ("memory://there-is-none", r"^memory://there-is-none: there is no (such dataset folder|file below this)"),
-        ("locked://x", r"^locked://x: fsspec cannot look at this: Access Denied"),
+        ("locked://x", r"^locked://x: fsspec cannot use this: Access Denied"),
         ("ftp://me:secret@host/x", r"^ftp://\.\.\.: a URL with a password"),
         ("memory://[x", r"^memory://\[x: there is no (such dataset folder|file below this)"),
     ],
@@ -138,7 +138,7 @@ def test_a_folder_below_a_url_that_cannot_be_read_is_not_left_out(tmp_path: Path
             return super().ls(path, **options)
 
     fsspec.register_implementation("unreadable", Unreadable, clobber=True)
-    with pytest.raises(InputError, match=r"cannot look at this: .*Permission denied"):
+    with pytest.raises(InputError, match=r"cannot use this: .*Permission denied"):
         taken_files(url.replace("file://", "unreadable://"))
 
 

@@ -8,6 +8,7 @@ lengths of folders of text. `why` prints which step dropped a document.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import gzip
 import json
 import re
@@ -26,6 +27,7 @@ from relayrun.tokens.mixture import audit
 from relayrun.tokens.mixture.overlap import measure_overlap
 from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.shards.prefixes import find_prefixes
+from relayrun.tokens.stores.urls import is_url, join_path, list_url, open_input
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -154,7 +156,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths_arguments(measure)
     why = commands.add_parser("why", help="which step dropped a document while it was tokenized, and why")
     why.add_argument("document", metavar="DOCUMENT_ID", help="its id, or FILE/ROW below the data set")
-    why.add_argument("folder", type=Path, metavar="DUMP", help="a dump's folder of shards, or one above several")
+    why.add_argument("folder", metavar="DUMP", help="a dump's folder of shards, or its URL, or one above several")
     why.set_defaults(run=run_why_dropped)
     for each in (show, ledger, diff):
         each.set_defaults(run=run_data)
@@ -184,14 +186,18 @@ def run_overlap(options: argparse.Namespace) -> int:
 def run_why_dropped(options: argparse.Namespace) -> int:
     """Print why steps dropped a document. Returns 1 if they did not drop it here."""
     seen = found = 0
-    for file in sorted(options.folder.glob("**/exclusions/*.jsonl.gz")):
-        with gzip.open(file, "rt", encoding="utf-8") as lines:
+    below = [name for name, _ in list_url(options.folder)] if is_url(options.folder) else []
+    files = [join_path(options.folder, name) for name in fnmatch.filter(below, "*exclusions/*.jsonl.gz")]
+    for file in sorted(files or map(str, Path(options.folder).glob("**/exclusions/*.jsonl.gz"))):
+        with open_input(file) as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:
             for record in map(json.loads, lines):
                 seen += 1
                 if options.document in (record["id"], f"{record['file']}/{record['row']}"):
                     found += 1
                     scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
-                    place = f"row {record['row']} of {record['file']}, shard {file.name.removesuffix('.jsonl.gz')}"
+                    place = (
+                        f"row {record['row']} of {record['file']}, shard {Path(file).name.removesuffix('.jsonl.gz')}"
+                    )
                     print(f"{record['id']}: dropped by {record['step']}: {record['reason']}{scores} ({place})")
     if not found:
         print(f"{options.document} is not among the {seen:,} dropped documents of {options.folder}")

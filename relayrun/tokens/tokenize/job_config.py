@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from relayrun import places
 from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import Section, SlurmTime
-from relayrun.config.sections.dataclass_section import OutputPath, Positive, SingleLine
+from relayrun.config.sections.dataclass_section import Checked, OutputPath, Positive, SingleLine, on_this_machine
 from relayrun.config.sections.job import ClusterSection, JobPlacement
 from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
 from relayrun.control.chain import job_script
@@ -24,11 +25,23 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
+from relayrun.tokens.stores.urls import is_url
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.steps import check_steps
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of folder and job names."""
+
+
+_STORE = re.compile(r"(?!file:|local:|https?:)[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)[^\s/?#*\[\]][^\s?#*\[\]]*")
+
+
+def _folder_or_store(value: str) -> str:
+    if not is_url(value):
+        return on_this_machine(value)
+    if not _STORE.fullmatch(value):
+        raise ValueError("write SCHEME://BUCKET/FOLDER of a store, with credentials in the environment")
+    return value.rstrip("/")
 
 
 class DedupSettings(Section):
@@ -55,7 +68,10 @@ class TokenizationSettings(TokenizeOptions):
     dataset_name: FileName
     metadata_folder: OutputPath
     """Folder written by `relayrun dumps prepare`."""
-    output_folder: OutputPath
+    output_folder: Annotated[SingleLine, Checked(_folder_or_store)]
+    """A folder, or a URL that fsspec can write below (`s3://bucket/tokens`); then records are in metadata_folder."""
+    scratch_folder: OutputPath | None = None
+    """Folder of a node in which the shards grow that go to a URL, one for each worker; None: TMPDIR."""
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
     dedup: DedupSettings | None = None
@@ -64,7 +80,8 @@ class TokenizationSettings(TokenizeOptions):
     @property
     def outputs(self) -> dict[str, str]:
         """Folders to which jobs write, by setting."""
-        found = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        names = ("metadata_folder", "output_folder", "scratch_folder", "logs")
+        found = {name: place for name in names if (place := getattr(self, name)) and not is_url(place)}
         return found if self.dedup is None else found | {"dedup.output_folder": self.dedup.output_folder}
 
     @property
@@ -73,8 +90,9 @@ class TokenizationSettings(TokenizeOptions):
 
     @property
     def dataset_output(self) -> Path:
-        """Target of `M/tokenized-dir-link`."""
-        return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
+        """Target of `M/tokenized-dir-link`: the dumps' records, and their shards unless these lie below a URL."""
+        scheme, _, rest = self.output_folder.rpartition("://")
+        return Path(*((self.metadata_folder, scheme) if scheme else ()), rest, self.tokenizer_name, self.dataset_name)
 
     @property
     def job_output_files(self) -> Path:
@@ -88,6 +106,11 @@ class TokenizationSettings(TokenizeOptions):
 
     def dump_output(self, index: int) -> Path:
         return self.dataset_output / f"dump-{index}"
+
+    def dump_store(self, index: int) -> str:
+        """Return the URL of the shards of dump `index`; empty if they lie in its folder."""
+        url = f"{self.output_folder}/{self.tokenizer_name}/{self.dataset_name}/dump-{index}"
+        return url if is_url(url) else ""
 
     def dump_logs(self, index: int) -> Path:
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")

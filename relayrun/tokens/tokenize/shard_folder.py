@@ -1,13 +1,14 @@
 """A folder of shards: the record `tokenization.json`, and the progress of the tasks that write it.
 
     settings   settings of the shards; all shards of a folder share them
-    source     place of the data set, and of a copy of the tokenizer
+    source     place of the data set, of a copy of the tokenizer, and of the shards if they lie below a URL
     parts      by shard: its files, or ranges of large ones; files that join the dump later get shards of their own
     tokenizer  compared with a run's tokenizer: fingerprint of the ids, size of the vocabulary
     shards     by finished shard: a TaskRecord
 
 A task is done if its inputs are unchanged and its shard has the recorded checksums. So an interrupted run continues,
-and only a changed file or a damaged shard is tokenized again.
+and only a changed file or a damaged shard is tokenized again. Shards may lie below a URL: then the folder has the
+record and the progress alone, a shard counts by the record, and a copy of it is put there when all shards are done.
 
 Each running task rewrites `.progress/SHARD.json` every ten seconds (or `RELAYRUN_PROGRESS_SECONDS`), and removes it at
 the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or that waits for its file system.
@@ -22,6 +23,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,14 +32,26 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError
-from relayrun.files import read_json, write_atomic
+from relayrun.files import names_in, read_json, write_atomic
 from relayrun.tokens.readers.deal_files import deal_in_ranges
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes, split_range
 from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
+from relayrun.tokens.shards.prefixes import SHARD_SUFFIXES
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
+from relayrun.tokens.stores.urls import (
+    MissingInput,
+    hash_file_ends,
+    is_url,
+    join_path,
+    list_url,
+    printable,
+    put_file,
+    remove_url,
+    stat_file,
+    url_checksum,
+)
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
 
 PROGRESS_FOLDER = ".progress"
@@ -72,6 +86,7 @@ class TaskProgress:
         self._path = Path(output, PROGRESS_FOLDER, f"{shard}.json")
         self._seconds = float(os.environ.get(PROGRESS_VARIABLE) or 10)
         self._next = 0.0
+        self._ended = threading.Event()
         self.bytes_read = 0
         """Bytes of the finished files; the task updates it."""
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -90,7 +105,13 @@ class TaskProgress:
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
+    def repeat(self, **counts: int) -> None:
+        """Write the same again and again until `end`, while the task waits for a store."""
+        while not self._ended.wait(self._seconds):
+            self.say(**counts)
+
     def end(self) -> None:
+        self._ended.set()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -162,6 +183,8 @@ class TaskRecord:
     """By step: its documents in and out, and the dropped ones by reason."""
     exclusions: str = ""
     """Checksum of the file of dropped documents; empty without steps."""
+    stored: dict[str, Sequence[int]] = field(default_factory=dict)
+    """Bytes and modification time of each file of `files` below a URL; empty for a shard in the folder."""
     on_error: str = ""
     """Treatment of unreadable input, see `TokenizeOptions`."""
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -172,6 +195,11 @@ class TaskRecord:
     started: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
+
+    def files(self, shard: str) -> dict[str, str]:
+        """Return the checksums of the files of `shard`, in the order in which a store gets them: the .idx last."""
+        found = {_EXCLUSIONS.format(shard): self.exclusions} if self.exclusions else {}
+        return found | {f"{shard}.{suffix}": self.xxh3_128[suffix] for suffix in sorted(self.xxh3_128)}
 
     def counts(self) -> dict[str, Any]:
         """Return the counts of documents and losses, for `restore`."""
@@ -247,9 +275,11 @@ class ShardFolder:
         """Open or begin the record. Raises InputError if the folder holds shards made with other settings.
 
         `settings["tasks"]`: new files are dealt onto at most so many shards. `tokenizer`: compared with a run's
-        tokenizer. `source`: place of the data set and of a copy of the tokenizer, for later checks; both may move.
+        tokenizer. `source`: place of the data set and of a copy of the tokenizer, for later checks; both may move. Its
+        `store`: the URL of the shards.
         """
         self._source = source
+        self.store = source.get("store", "")
         self.path = Path(path)
         self.settings = settings
         self.tokenizer = tokenizer
@@ -263,7 +293,11 @@ class ShardFolder:
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
         if self._dealt() - {file_of_range(file[0]) for file in files}:
             different.append("paths")
-        shards = {file.name.rsplit(".", 1)[0] for suffix in ("bin", "idx") for file in self.path.glob(f"*.{suffix}")}
+        self._there = set(_names_below(self.store) if self.store else names_in(self.path))
+        shards = {name[:-4] for name in self._there if name.endswith(SHARD_SUFFIXES)}
+        if self.store and shards and not self._file.exists():
+            words = "another metadata folder has the record of the shards here"
+            raise InputError(words, where=self.store, hint=hint)
         if different and shards:
             raise InputError(
                 f"this folder holds shards of another choice of {', '.join(different)}", where=self.path, hint=hint
@@ -299,6 +333,8 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
+        if self.store:
+            return next(filter(None, (self._stored_fault(task, *each) for each in task.files(name).items())), None)
         dropped = exclusion_file(self.path, name)
         if task.exclusions and not (dropped.is_file() and file_checksum(dropped) == task.exclusions):
             return "its dropped documents are not what its record says (xxh3-128)"
@@ -314,9 +350,24 @@ class ShardFolder:
                 return f"its .{suffix} is not what its record says (xxh3-128)"
         return None
 
+    def _stored_fault(self, task: TaskRecord, file: str, checksum: str) -> str | None:
+        """Return what is wrong with a file below the URL. It is read only if its time has changed."""
+        url = join_path(self.store, file)
+        try:
+            size, changed = stat_file(url)
+            if changed == 0 or [size, changed] != [*task.stored[file]]:
+                return None if url_checksum(url) == checksum else f"{url} is not what its record says (xxh3-128)"
+        except MissingInput:
+            return f"{url} is gone"
+        return None
+
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
+        for file in (FOLDER_RECORD, *(form.format(name) for form in _FILES)) if self.store else ():
+            if file in self._there:
+                remove_url(join_path(self.store, file))
+                self._there.discard(file)
         for form, end in itertools.product(_FILES, ("", ".tmp")):
             (self.path / f"{form.format(name)}{end}").unlink(missing_ok=True)
 
@@ -324,6 +375,11 @@ class ShardFolder:
         """Remove the files of killed workers."""
         for name, form in itertools.product(self.parts, _FILES):
             (self.path / f"{form.format(name)}.tmp").unlink(missing_ok=True)
+
+    def publish(self) -> None:
+        """Put a copy of the record beside the shards of a URL, once all of them are there."""
+        if self.store:
+            put_file(self._file, join_path(self.store, FOLDER_RECORD), file_checksum(self._file))
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -355,6 +411,8 @@ class FolderRecord:
     """Folder or URL that the paths of the inputs start at."""
     tokenizer: str
     """Path of a copy of the serialized tokenizer."""
+    store: str
+    """URL of the shards; empty if they lie in the folder."""
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> FolderRecord:
@@ -371,9 +429,19 @@ class FolderRecord:
                 tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
                 dataset=record["source"]["dataset"],
                 tokenizer=record["source"]["tokenizer"],
+                store=record["source"].get("store", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
+
+
+def has_shards(folder: Path) -> bool:
+    """True if a folder of shards has finished ones, in it or below the URL of its record."""
+    with contextlib.suppress(FileNotFoundError, InputError):
+        record = FolderRecord.read(folder)
+        if record.store:
+            return bool(record.tasks)
+    return any(folder.glob("*.bin"))
 
 
 def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Collection[str] = ()) -> None:
@@ -415,6 +483,12 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
             changed[file_of_range(then[0])] = None
     return [*changed], [*gone]
+
+
+def _names_below(url: str) -> list[str]:
+    with contextlib.suppress(MissingInput):
+        return [name for name, _ in list_url(url)]
+    return []
 
 
 def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:

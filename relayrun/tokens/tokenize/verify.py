@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.files import read_json, write_json
 from relayrun.progress import Progress, count
 from relayrun.publishing import work_folder
 from relayrun.tokens.readers.columns import read_column
@@ -33,7 +34,8 @@ from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.urls import first_line, join_path, printable
+from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.urls import MissingInput, fetch_file, first_line, join_path, printable
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
@@ -333,6 +335,8 @@ def verify_dumps(
 def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> DumpCheckResult:
     try:
         record = FolderRecord.read(folder)
+        if record.store:
+            return _verify_stored(folder, record, index, full, workers, temp_dir)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
         return DumpCheckResult(index=index, shards=0, documents=0, faults=(first_line(error),))
@@ -352,3 +356,40 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
     documents, undecoded = sum(each.documents for each in compared), sum(each.undecoded for each in compared)
     shards, found = len(checked), tuple(faults)
     return DumpCheckResult(index=index, shards=shards, documents=documents, undecoded=undecoded, faults=found)
+
+
+def _verify_stored(
+    folder: Path, record: FolderRecord, index: int, full: bool, workers: int, temp_dir: str | None
+) -> DumpCheckResult:
+    """Verify shards below a URL, by copies of their files."""
+    done = [DumpCheckResult(index=index, shards=0, documents=0, faults=())]
+
+    def on_done(name: str, verified: DumpCheckResult) -> None:
+        done.append(verified)
+        if verified.faults:
+            remove_from_record(folder, name)
+
+    task = functools.partial(_verify_copy, folder, index, full, temp_dir)
+    names = [name for name, task in record.tasks.items() if task.stored]
+    run_tasks(task, names, max(workers, 1), on_done, where=record.store)
+    sums = {name: sum(getattr(each, name) for each in done) for name in ("shards", "documents", "undecoded")}
+    return replace(done[0], **sums, faults=tuple(fault for each in done for fault in each.faults))
+
+
+def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, name: str) -> DumpCheckResult:
+    task, record = FolderRecord.read(folder).tasks[name], read_json(folder / FOLDER_RECORD)
+    store, record["shards"] = record["source"].pop("store"), {name: record["shards"][name]}
+    with work_folder(temp_dir) as copy:
+        found = DumpCheckResult(index=index, shards=0, documents=0, faults=())
+        for file, checksum in task.files(name).items():
+            url, local = join_path(store, file), copy / os.path.basename(file)
+            try:
+                fetch_file(url, local)
+            except MissingInput:
+                return replace(found, faults=(f"{url} is gone",))
+            if file_checksum(local) != checksum:
+                return replace(found, faults=(f"{url} is not what its record says (xxh3-128)",))
+        if task.tokens:
+            write_json(copy / FOLDER_RECORD, record)
+            found = _verify_dump(copy, index, full, 1, temp_dir)
+        return replace(found, faults=tuple(fault.replace(str(copy), store) for fault in found.faults))
