@@ -344,7 +344,7 @@ def try_store(url: str) -> None:
     """Raise InputError unless a small file can be written, read back and removed below a URL. Nothing is retried. A
     killed call leaves the file, and the next one removes it."""
     data = secrets.token_bytes(16)
-    with _open_store(url, missing=_NO_BUCKET) as (store, path), tempfile.NamedTemporaryFile(buffering=0) as file:
+    with _open_store(url) as (store, path), tempfile.NamedTemporaryFile(buffering=0) as file:
         file.write(data)
         store.put_file(file.name, f"{path}/.relayrun-probe")
         found = store.cat_file(f"{path}/.relayrun-probe")
@@ -359,35 +359,32 @@ def put_file(file: str | os.PathLike[str], url: str, checksum: str) -> tuple[int
 
     def put() -> None:
         store.put_file(os.fspath(file), path)
-        if stat_url(url)[0] != os.path.getsize(file) or url_checksum(url) != checksum:
+        if store.info(path)["size"] != os.path.getsize(file) or content_checksum(url) != checksum:
             raise OSError("the store gives back other bytes than were written")
 
-    with _open_store(url, missing=_NO_BUCKET) as (store, path):
+    with _open_store(url) as (store, path):
         retry_transient(put, url)
-        return stat_url(url)
+    return stat_url(url)
 
 
 def fetch_file(url: str, file: str | os.PathLike[str]) -> None:
-    """Copy the file at a URL to a local path. Raises MissingInput, StoreError and OSError."""
-    with _open_store(url, missing="is gone"), open_input(url) as remote, open(file, "wb") as local:
+    """Copy the file at a URL to a local path. Raises StoreError and OSError."""
+    with open_input(url) as remote, open(file, "wb") as local:
         shutil.copyfileobj(remote, local, _READ_BYTES)
 
 
-def url_checksum(url: str) -> str:
-    """Return the xxh3-128 of the file at a URL, read in full. Raises MissingInput and StoreError."""
+def content_checksum(path: str) -> str:
+    """Return the xxh3-128 of a file, local or at a URL, read in full. Raises StoreError and OSError."""
     from relayrun.tokens.stores.direct_io import open_file_checksum  # on demand: numpy, which may start threads
 
-    with _open_store(url, missing="is gone"), open_input(url) as file:
+    with open_input(path) as file:
         return open_file_checksum(file)
 
 
 def remove_url(url: str) -> None:
     """Remove the file at a URL; it may be gone. Raises InputError and StoreError."""
-    with _open_store(url, missing="is gone") as (store, path), contextlib.suppress(FileNotFoundError):
+    with _open_store(url) as (store, path), contextlib.suppress(FileNotFoundError):
         retry_transient(lambda: store.rm_file(path), url)
-
-
-_NO_BUCKET = "there is no such bucket or folder"
 
 
 def modified_time(info: Mapping[str, Any]) -> int:
@@ -434,7 +431,7 @@ def _store_size(store: Any, info: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _open_store(url: str, *, missing: str) -> Iterator[tuple[Any, str]]:
+def _open_store(url: str, *, missing: str = "there is no such bucket or folder") -> Iterator[tuple[Any, str]]:
     """Yield fsspec's store of a URL and the path there; explain the errors of its package. `missing`: for a 404."""
     try:
         import fsspec

@@ -141,7 +141,6 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
                 paths_file=paths_file,
                 logging_dir=settings.dump_logs(index),
                 store=settings.dump_store(index),
-                scratch=settings.scratch_folder,
             )
         refuse_wrong_checksums(metadata.inventory, metadata.dataset(), result.rows)
         print(result.summary(), flush=True)

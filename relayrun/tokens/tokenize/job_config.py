@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
-from relayrun.tokens.stores.urls import is_url
+from relayrun.tokens.stores.urls import absolute_path, is_url
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.steps import check_steps
 
@@ -33,15 +32,8 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of folder and job names."""
 
 
-_STORE = re.compile(r"(?!file:|local:|https?:)[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)[^\s/?#*\[\]][^\s?#*\[\]]*")
-
-
 def _folder_or_store(value: str) -> str:
-    if not is_url(value):
-        return on_this_machine(value)
-    if not _STORE.fullmatch(value):
-        raise ValueError("write SCHEME://BUCKET/FOLDER of a store, with credentials in the environment")
-    return value.rstrip("/")
+    return on_this_machine(value) if value.startswith("file:") or not is_url(value) else absolute_path(value)
 
 
 class DedupSettings(Section):
@@ -70,8 +62,6 @@ class TokenizationSettings(TokenizeOptions):
     """Folder written by `relayrun dumps prepare`."""
     output_folder: Annotated[SingleLine, Checked(_folder_or_store)]
     """A folder, or a URL that fsspec can write below (`s3://bucket/tokens`); then records are in metadata_folder."""
-    scratch_folder: OutputPath | None = None
-    """Folder of a node in which the shards grow that go to a URL, one for each worker; None: TMPDIR."""
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
     dedup: DedupSettings | None = None
@@ -92,7 +82,8 @@ class TokenizationSettings(TokenizeOptions):
     def dataset_output(self) -> Path:
         """Target of `M/tokenized-dir-link`: the dumps' records, and their shards unless these lie below a URL."""
         scheme, _, rest = self.output_folder.rpartition("://")
-        return Path(*((self.metadata_folder, scheme) if scheme else ()), rest, self.tokenizer_name, self.dataset_name)
+        base = Path(self.metadata_folder, scheme, rest.lstrip("/")) if scheme else Path(rest)
+        return base / self.tokenizer_name / self.dataset_name
 
     @property
     def job_output_files(self) -> Path:

@@ -92,10 +92,9 @@ def tokenize_paths_file(
     paths_file: str | os.PathLike[str],
     logging_dir: str | os.PathLike[str] | None = None,
     store: str = "",
-    scratch: str | None = None,
 ) -> TokenizeResult:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`; or to the
-    URL `store`, by way of the folder `scratch` of the node, and then `output_folder` gets the record alone.
+    URL `store`, and then `output_folder` gets the record alone.
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read. Finished
     work of an earlier run is kept, and files added to the paths file since get shards of their own (see
     `shard_folder`). Raises InputError or OSError for faults that a user can repair; every shard under a final name is
@@ -134,7 +133,7 @@ def tokenize_paths_file(
         if todo:
             # engines come from elsewhere; a store is read with credentials of the environment
             with contextlib.nullcontext() if is_url(source) or store else hidden_secrets():
-                context = _begin_tasks(folder, todo, options, tokenizer, source, logs, scratch)
+                context = _begin_tasks(folder, todo, options, tokenizer, source, logs)
                 del tokenizer  # else forks would inherit it
                 process_engine(context.definition, context.fingerprint, context.selection)
                 _run_tasks(folder, todo, context, workers)
@@ -182,7 +181,6 @@ def _begin_tasks(
     tokenizer: DocumentTokenizer,
     source: str,
     logs: Path,
-    scratch: str | None,
 ) -> TokenizeContext:
     """Write the record and a copy of the tokenizer, and select the engine by a sample of the texts."""
     folder.write()
@@ -204,7 +202,6 @@ def _begin_tasks(
         dataset=source,
         output=str(folder.path),
         store=folder.store,
-        scratch=scratch,
         definition=str(logs / "tokenizer.json"),
         fingerprint=tokenizer.fingerprint,
         selection=selection,

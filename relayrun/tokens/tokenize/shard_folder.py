@@ -38,20 +38,10 @@ from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes, split_range
 from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
 from relayrun.tokens.shards.prefixes import SHARD_SUFFIXES
-from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
+from relayrun.tokens.shards.shard import FOLDER_RECORD
+from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import (
-    MissingInput,
-    hash_file_ends,
-    is_url,
-    join_path,
-    list_url,
-    printable,
-    put_file,
-    remove_url,
-    stat_file,
-    url_checksum,
-)
+from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
 
 PROGRESS_FOLDER = ".progress"
@@ -293,7 +283,10 @@ class ShardFolder:
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
         if self._dealt() - {file_of_range(file[0]) for file in files}:
             different.append("paths")
-        self._there = set(_names_below(self.store) if self.store else names_in(self.path))
+        self._there = set(names_in(self.path))
+        if self.store:
+            with contextlib.suppress(urls.MissingInput):
+                self._there = {name for name, _ in urls.list_url(self.store)}
         shards = {name[:-4] for name in self._there if name.endswith(SHARD_SUFFIXES)}
         if self.store and shards and not self._file.exists():
             words = "another metadata folder has the record of the shards here"
@@ -323,8 +316,8 @@ class ShardFolder:
         self.parts |= {shard_name(first + number): part for number, part in enumerate(parts)}
 
     def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
-        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs. Reads
-        its files in full, and compares them with the recorded checksums."""
+        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs: its
+        files are compared with the recorded checksums (`file_fault`)."""
         task = self.tasks.get(name)
         if task is None:
             return "not made yet"
@@ -333,32 +326,10 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
-        if self.store:
-            return next(filter(None, (self._stored_fault(task, *each) for each in task.files(name).items())), None)
-        dropped = exclusion_file(self.path, name)
-        if task.exclusions and not (dropped.is_file() and file_checksum(dropped) == task.exclusions):
-            return "its dropped documents are not what its record says (xxh3-128)"
-        if task.tokens == 0:
-            return None
-        try:
-            if Shard.open(self.path / name).tokens != task.tokens:
-                return "it has another number of tokens than its record says"
-        except InputError as error:
-            return error.message
-        for suffix, digest in task.xxh3_128.items():
-            if file_checksum(self.path / f"{name}.{suffix}") != digest:
-                return f"its .{suffix} is not what its record says (xxh3-128)"
-        return None
-
-    def _stored_fault(self, task: TaskRecord, file: str, checksum: str) -> str | None:
-        """Return what is wrong with a file below the URL. It is read only if its time has changed."""
-        url = join_path(self.store, file)
-        try:
-            size, changed = stat_file(url)
-            if changed == 0 or [size, changed] != [*task.stored[file]]:
-                return None if url_checksum(url) == checksum else f"{url} is not what its record says (xxh3-128)"
-        except MissingInput:
-            return f"{url} is gone"
+        for file, checksum in task.files(name).items():
+            path = join_path(self.store or str(self.path), file)
+            if (fault := file_fault(path, checksum, task.stored.get(file, ()))) is not None:
+                return fault
         return None
 
     def drop(self, name: str) -> None:
@@ -366,7 +337,7 @@ class ShardFolder:
         self.tasks.pop(name, None)
         for file in (FOLDER_RECORD, *(form.format(name) for form in _FILES)) if self.store else ():
             if file in self._there:
-                remove_url(join_path(self.store, file))
+                urls.remove_url(join_path(self.store, file))
                 self._there.discard(file)
         for form, end in itertools.product(_FILES, ("", ".tmp")):
             (self.path / f"{form.format(name)}{end}").unlink(missing_ok=True)
@@ -379,7 +350,7 @@ class ShardFolder:
     def publish(self) -> None:
         """Put a copy of the record beside the shards of a URL, once all of them are there."""
         if self.store:
-            put_file(self._file, join_path(self.store, FOLDER_RECORD), file_checksum(self._file))
+            urls.put_file(self._file, join_path(self.store, FOLDER_RECORD), file_checksum(self._file))
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -436,12 +407,22 @@ class FolderRecord:
 
 
 def has_shards(folder: Path) -> bool:
-    """True if a folder of shards has finished ones, in it or below the URL of its record."""
+    """True if shards of a folder are finished, in it or below the URL of its record."""
     with contextlib.suppress(FileNotFoundError, InputError):
-        record = FolderRecord.read(folder)
-        if record.store:
-            return bool(record.tasks)
+        if any(task.stored for task in FolderRecord.read(folder).tasks.values()):
+            return True
     return any(folder.glob("*.bin"))
+
+
+def file_fault(path: str, checksum: str, known: Sequence[int] = ()) -> str | None:
+    """Return why a file of a shard, local or at a URL, is not that of its record; None if it is. It is read unless it
+    has the bytes and the modification time `known`."""
+    try:
+        same = any(known[1:]) and [*known] == [*urls.stat_file(path)]
+        found = checksum if same else urls.content_checksum(path)
+    except (FileNotFoundError, urls.MissingInput):
+        return f"{path} is gone"
+    return None if found == checksum else f"{path} is not what its record says (xxh3-128)"
 
 
 def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Collection[str] = ()) -> None:
@@ -483,12 +464,6 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
             changed[file_of_range(then[0])] = None
     return [*changed], [*gone]
-
-
-def _names_below(url: str) -> list[str]:
-    with contextlib.suppress(MissingInput):
-        return [name for name, _ in list_url(url)]
-    return []
 
 
 def exclusion_file(folder: str | os.PathLike[str], shard: str) -> Path:

@@ -143,8 +143,6 @@ class TokenizeContext:
     """Folder that gets the shards and the progress of the tasks."""
     store: str = ""
     """URL that gets the shards in place of `output`."""
-    scratch: str | None = None
-    """Folder of the node in which a shard is made that goes to `store`; None: TMPDIR."""
     definition: str
     """Path of the serialized tokenizer."""
     fingerprint: str
@@ -161,9 +159,9 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     try:
         if not job.store:
             return _write_shard(job, part, progress)
-        if job.scratch is not None:
-            os.makedirs(job.scratch, exist_ok=True)
-        with work_folder(job.scratch) as folder:
+        if job.options.scratch_folder is not None:
+            os.makedirs(job.options.scratch_folder, exist_ok=True)
+        with work_folder(job.options.scratch_folder) as folder:
             record = _write_shard(replace(job, output=str(folder)), part, progress)
             counts = {"documents": record.documents, "tokens": record.tokens}
             threading.Thread(target=progress.repeat, kwargs=counts, daemon=True).start()

@@ -10,6 +10,7 @@ of a fast engine. A finished dump with faults is opened again: the next submit m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -34,14 +35,13 @@ from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.direct_io import file_checksum
-from relayrun.tokens.stores.urls import MissingInput, fetch_file, first_line, join_path, printable
+from relayrun.tokens.stores.urls import fetch_file, first_line, join_path, printable
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
-from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
+from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, file_fault, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
 from relayrun.tokens.tokenize.steps import describe_steps
 
@@ -377,19 +377,17 @@ def _verify_stored(
 
 
 def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, name: str) -> DumpCheckResult:
-    task, record = FolderRecord.read(folder).tasks[name], read_json(folder / FOLDER_RECORD)
-    store, record["shards"] = record["source"].pop("store"), {name: record["shards"][name]}
+    record, values = FolderRecord.read(folder), read_json(folder / FOLDER_RECORD)
+    files, store = record.tasks[name].files(name), values["source"].pop("store")
+    values["shards"] = {name: values["shards"][name]}
     with work_folder(temp_dir) as copy:
-        found = DumpCheckResult(index=index, shards=0, documents=0, faults=())
-        for file, checksum in task.files(name).items():
-            url, local = join_path(store, file), copy / os.path.basename(file)
-            try:
-                fetch_file(url, local)
-            except MissingInput:
-                return replace(found, faults=(f"{url} is gone",))
-            if file_checksum(local) != checksum:
-                return replace(found, faults=(f"{url} is not what its record says (xxh3-128)",))
-        if task.tokens:
-            write_json(copy / FOLDER_RECORD, record)
+        Path(copy, "exclusions").mkdir()
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                fetch_file(join_path(store, file), copy / file)
+        faults = [file_fault(str(copy / file), checksum) for file, checksum in files.items()]
+        found = DumpCheckResult(index=index, shards=0, documents=0, faults=tuple(filter(None, faults)))
+        if record.tasks[name].tokens and not found.faults:
+            write_json(copy / FOLDER_RECORD, values)
             found = _verify_dump(copy, index, full, 1, temp_dir)
         return replace(found, faults=tuple(fault.replace(str(copy), store) for fault in found.faults))
