@@ -120,7 +120,7 @@ def test_what_cannot_be_listed_is_one_clear_error(
 ) -> None:
     fsspec.register_implementation("locked", Locked, clobber=True)
     monkeypatch.setitem(sys.modules, "s3fs", None)  # also where it is installed, and after a test that used it
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(InputError, match=message):
         prepare_dumps(url, tmp_path / "meta")
     assert not (tmp_path / "meta").exists()
