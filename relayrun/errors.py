@@ -152,18 +152,14 @@ URL_WRITE_HINT = "write into a folder, and copy it from there"
 """Hint for an attempt to write to a URL."""
 
 
-def url_in(path: str | os.PathLike[str]) -> str | None:
-    """Return the URL that is given in place of a path; None for a path. pathlib makes s3:/bucket of s3://bucket, and a
-    local folder of that name would be made."""
-    text = os.fspath(path)
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)
-    return found and f"{found[1]}://{'/' if found[1] == 'file' else ''}{text[found.end() :]}"
-
-
 def why_url_is_refused(path: str | os.PathLike[str]) -> str | None:
-    """Return why nothing is written to a place that is a URL; None if it is a path."""
-    url = url_in(path)
-    return url and f"{url} is a URL, and only folders of this machine are written to"
+    """Return why nothing is written to a place that is a URL; None if it is a path. pathlib makes s3:/bucket of
+    s3://bucket, and a local folder of that name would be made."""
+    text = os.fspath(path)
+    if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)) is None:
+        return None
+    url = f"{found[1]}://{'/' if found[1] == 'file' else ''}{text[found.end() :]}"
+    return f"{url} is a URL, and only folders of this machine are written to"
 
 
 def refuse_urls(*paths: str | os.PathLike[str]) -> None:

@@ -13,10 +13,11 @@ from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.tokens.readers.inputs import DataFile, read_paths_file
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
+    Dump,
     DumpsFolder,
     dump_size,
-    estimated_hours,
     prepare_dumps,
+    print_dumps,
     split_files,
 )
 from tests.tokenization_corpus import taken_files
@@ -308,8 +309,9 @@ def test_a_half_tokenized_dump_keeps_its_files(dataset: Path, metadata: Path, tm
         prepare_dumps(dataset, metadata, filter_out=["c.jsonl"])
 
 
-def test_the_estimate_of_hours() -> None:
-    assert estimated_hours(180_000_000_000, seconds_per_gb=20) == pytest.approx(1.0)
+def test_the_estimate_of_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    print_dumps([Dump(index=0, files=(DataFile(path="a", size=180_000_000_000),))], seconds_per_gb=20)
+    assert capsys.readouterr().out.splitlines()[1].split() == ["dump", "0", "1", "180.000", "1.00"]
 
 
 @pytest.mark.slow

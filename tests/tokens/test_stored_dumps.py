@@ -218,7 +218,7 @@ def test_other_commands_read_it_or_say_how_to_copy_it(
     ):
         assert main(command) == 1
         said = capsys.readouterr().err
-        assert f"{url}: shards are linked, merged and verified in a folder, and this is a URL" in said, command
+        assert f"{url}: this is a URL, and shards are linked, merged and verified in folders" in said, command
     line = said.partition("copy them first: ")[2].replace("FOLDER", str(copy))
     subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
     assert main(["mixture", "verify", str(copy)]) == 0
@@ -241,9 +241,12 @@ def test_training_reads_the_samples_of_a_local_dump(place: Place, server: Object
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("s3://nowhere/x", r"s3://nowhere/x/t/d/dump-0: there is no such bucket or folder"),
-        ("s4://mine/x", r"s4://mine/x/t/d/dump-0: fsspec cannot use this: Protocol not known: s4"),
-        (f"s3://{BUCKET}/forbidden", r"s3://mine/forbidden/t/d/dump-0: fsspec cannot use this: Forbidden"),
+        ("s3://nowhere/x", r"s3://nowhere/x/t/d/dump-0/.relayrun-probe: there is no such bucket or folder"),
+        ("s4://mine/x", r"s4://mine/x/t/d/dump-0/.relayrun-probe: fsspec cannot use this: Protocol not known: s4"),
+        (
+            f"s3://{BUCKET}/forbidden",
+            r"s3://mine/forbidden/t/d/dump-0/.relayrun-probe: fsspec cannot use this: Forbidden",
+        ),
         ("file:///x", r"output_folder: file:///x is a URL, and only folders"),
         ("s3://me:secret@mine/x", r"s3://\.\.\.: a URL with a password in it"),
         ("s3:/mine/x", r"output_folder: s3://mine/x is a URL"),

@@ -186,9 +186,9 @@ def run_overlap(options: argparse.Namespace) -> int:
 def run_why_dropped(options: argparse.Namespace) -> int:
     """Print why steps dropped a document. Returns 1 if they did not drop it here."""
     seen = found = 0
-    below = [name for name, _ in list_url(options.folder)] if is_url(options.folder) else []
-    files = [join_path(options.folder, name) for name in fnmatch.filter(below, "*exclusions/*.jsonl.gz")]
-    for file in sorted(files or map(str, Path(options.folder).glob("**/exclusions/*.jsonl.gz"))):
+    top = options.folder
+    below = [join_path(top, name) for name, _ in list_url(top)] if is_url(top) else map(str, Path(top).glob("**/*.gz"))
+    for file in sorted(fnmatch.filter(below, "*/exclusions/*.jsonl.gz")):
         with open_input(file) as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:
             for record in map(json.loads, lines):
                 seen += 1

@@ -15,7 +15,6 @@ import io
 import logging
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import threading
@@ -341,21 +340,17 @@ def stat_file(path: str) -> tuple[int, int]:
 
 
 def try_store(url: str) -> None:
-    """Raise InputError unless a small file can be written, read back and removed below a URL. Nothing is retried. A
-    killed call leaves the file, and the next one removes it."""
-    data = secrets.token_bytes(16)
-    with _open_store(url) as (store, path), tempfile.NamedTemporaryFile(buffering=0) as file:
-        file.write(data)
-        store.put_file(file.name, f"{path}/.relayrun-probe")
-        found = store.cat_file(f"{path}/.relayrun-probe")
-        store.rm_file(f"{path}/.relayrun-probe")
-    if found != data:
-        raise InputError("the store gives back other bytes than were written", where=url)
+    """Write a file below a URL, read it back and remove it. Raises StoreError, and InputError if the store refuses
+    this. A killed call leaves the file, and the next one removes it."""
+    probe = join_path(url, ".relayrun-probe")
+    with tempfile.NamedTemporaryFile() as file:
+        put_file(file.name, probe, content_checksum(file.name))
+    remove_url(probe)
 
 
 def put_file(file: str | os.PathLike[str], url: str, checksum: str) -> tuple[int, int]:
     """Put a local file with this checksum at a URL, and read it back in full; return its bytes and modification time
-    there. Raises StoreError, and InputError as `try_store`."""
+    there. Raises StoreError, and InputError if the store refuses this."""
 
     def put() -> None:
         store.put_file(os.fspath(file), path)

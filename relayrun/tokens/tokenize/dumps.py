@@ -340,11 +340,6 @@ def _check_paths_files(dumps: Path) -> None:
         raise InputError(words, where=dumps.parent / "dumps", hint="move it away")
 
 
-def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
-    """Return the hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
-    return size / 1e9 * seconds_per_gb / 3600
-
-
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     """Print files, GB and estimated hours of every dump, and the totals."""
     files = [file for dump in dumps for file in dump.files]
@@ -352,8 +347,7 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
     rows.append(("total", len(files), sum(file.size for file in files)))
     print(f"{'':<12} {'files':>9} {'GB':>12} {'hours':>8}")
     for name, count, size in rows:
-        hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
-        print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
+        print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {size / 1e9 * seconds_per_gb / 3600:>8,.2f}")
 
 
 def merged_prefix(dataset: Path, dump: str) -> Path:

@@ -113,11 +113,12 @@ def tokenize_paths_file(
             raise RelayrunError("another process is writing shards here", where=output)
         for folder_of_ours in (output, logs):
             remove_leftovers(folder_of_ours)
-        with _hold_hub_cache(options.cache_dir):
+        with _hub_cache_lock(options.cache_dir):
             tokenizer = load_tokenizer(options)
-        place = {"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")}
-        place |= {"store": store} if store else {}
-        folder = _open_folder(output, [*inputs.values()], options, tokenizer, place)
+        place = {"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json"), "store": store}
+        known = {"ids": tokenizer.ids_fingerprint, "size": tokenizer.size}
+        settings = _shard_settings(options, tokenizer)
+        folder = ShardFolder(output, settings, [*inputs.values()], tokenizer=known, source=place)
         parts = [
             ShardTask(shard, tuple(range_of_file(inputs[file_of_range(name)], name) for name in paths))
             for shard, paths in folder.parts.items()
@@ -152,13 +153,8 @@ def tokenize_paths_file(
     return result
 
 
-def _open_folder(
-    output: Path,
-    files: Sequence[InputFile],
-    options: TokenizeOptions,
-    tokenizer: DocumentTokenizer,
-    place: dict[str, str],
-) -> ShardFolder:
+def _shard_settings(options: TokenizeOptions, tokenizer: DocumentTokenizer) -> dict[str, Any]:
+    """Return what all shards of a folder share."""
     settings: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
         "eos": tokenizer.eos_id,
@@ -168,10 +164,7 @@ def _open_folder(
         "empty documents": "kept" if options.keep_empty else "dropped",
         "tasks": options.tasks,
     }
-    if options.has_steps:
-        settings |= describe_steps(options.pipeline, options.reader)
-    known = {"ids": tokenizer.ids_fingerprint, "size": tokenizer.size}
-    return ShardFolder(output, settings, files, tokenizer=known, source=place)
+    return settings | (describe_steps(options.pipeline, options.reader) if options.has_steps else {})
 
 
 def _begin_tasks(
@@ -240,15 +233,12 @@ def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: s
     return [part for part, fault in zip(parts, faults, strict=True) if fault is not None]
 
 
-@contextlib.contextmanager
-def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
+def _hub_cache_lock(cache_dir: str | None) -> contextlib.AbstractContextManager[object]:
     """Serialize jobs that share a cache of the hub: the first fetches a tokenizer, the others find it."""
     if cache_dir is None:
-        yield
-        return
+        return contextlib.nullcontext()
     os.makedirs(cache_dir, exist_ok=True)
-    with file_lock(os.path.join(cache_dir, ".relayrun-lock")):
-        yield
+    return file_lock(os.path.join(cache_dir, ".relayrun-lock"))
 
 
 _SUMS = ("documents", "tokens", "empty_documents", "null_documents", "routed_documents")

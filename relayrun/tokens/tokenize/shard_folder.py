@@ -95,10 +95,10 @@ class TaskProgress:
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
-    def repeat(self, **counts: int) -> None:
+    def repeat(self, record: TaskRecord) -> None:
         """Write the same again and again until `end`, while the task waits for a store."""
         while not self._ended.wait(self._seconds):
-            self.say(**counts)
+            self.say(documents=record.documents, tokens=record.tokens)
 
     def end(self) -> None:
         self._ended.set()
@@ -407,10 +407,9 @@ class FolderRecord:
 
 
 def has_shards(folder: Path) -> bool:
-    """True if shards of a folder are finished, in it or below the URL of its record."""
+    """True if a folder has shards, or a record of a URL, where a shard may be that is not on record yet."""
     with contextlib.suppress(FileNotFoundError, InputError):
-        if any(task.stored for task in FolderRecord.read(folder).tasks.values()):
-            return True
+        return bool(FolderRecord.read(folder).store) or any(folder.glob("*.bin"))
     return any(folder.glob("*.bin"))
 
 

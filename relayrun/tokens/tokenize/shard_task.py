@@ -140,9 +140,8 @@ class TokenizeContext:
     dataset: str
     """Folder or URL that the paths start at."""
     output: str
-    """Folder that gets the shards and the progress of the tasks."""
     store: str = ""
-    """URL that gets the shards in place of `output`."""
+    """URL that gets the shards in place of the folder `output`, which gets the progress in any case."""
     definition: str
     """Path of the serialized tokenizer."""
     fingerprint: str
@@ -163,8 +162,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
             os.makedirs(job.options.scratch_folder, exist_ok=True)
         with work_folder(job.options.scratch_folder) as folder:
             record = _write_shard(replace(job, output=str(folder)), part, progress)
-            counts = {"documents": record.documents, "tokens": record.tokens}
-            threading.Thread(target=progress.repeat, kwargs=counts, daemon=True).start()
+            threading.Thread(target=progress.repeat, args=(record,), daemon=True).start()
             for file, checksum in record.files(part.name).items():
                 record.stored[file] = put_file(folder / file, join_path(job.store, file), checksum)
             record.seconds = time.time() - record.started

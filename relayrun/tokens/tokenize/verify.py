@@ -362,18 +362,14 @@ def _verify_stored(
     folder: Path, record: FolderRecord, index: int, full: bool, workers: int, temp_dir: str | None
 ) -> DumpCheckResult:
     """Verify shards below a URL, by copies of their files."""
-    done = [DumpCheckResult(index=index, shards=0, documents=0, faults=())]
-
-    def on_done(name: str, verified: DumpCheckResult) -> None:
-        done.append(verified)
-        if verified.faults:
-            remove_from_record(folder, name)
-
+    done: dict[str, DumpCheckResult] = {}
     task = functools.partial(_verify_copy, folder, index, full, temp_dir)
     names = [name for name, task in record.tasks.items() if task.stored]
-    run_tasks(task, names, max(workers, 1), on_done, where=record.store)
-    sums = {name: sum(getattr(each, name) for each in done) for name in ("shards", "documents", "undecoded")}
-    return replace(done[0], **sums, faults=tuple(fault for each in done for fault in each.faults))
+    run_tasks(task, names, max(workers, 1), done.__setitem__, where=record.store)
+    if faulty := [name for name, each in done.items() if each.faults]:
+        remove_from_record(folder, *faulty)
+    sums = {name: sum(getattr(each, name) for each in done.values()) for name in ("shards", "documents", "undecoded")}
+    return DumpCheckResult(index=index, faults=tuple(fault for each in done.values() for fault in each.faults), **sums)
 
 
 def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, name: str) -> DumpCheckResult:
