@@ -111,8 +111,7 @@ def _serve(folder: Path) -> None:
     boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}", **keys).create_bucket(Bucket=BUCKET)
     (folder / "port.tmp").write_text(str(server.port))
     os.replace(folder / "port.tmp", folder / "port")
-    while os.getppid() != 1:
-        time.sleep(1)
+    wait_for(lambda: os.getppid() == 1, 3600, step=1)  # the tests were killed
     os._exit(0)
 
 

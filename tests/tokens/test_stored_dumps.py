@@ -107,6 +107,11 @@ def begin(config: Path) -> Any:
     return process
 
 
+def kill(process: Any, moment: float) -> None:
+    time.sleep(moment)
+    process.kill()
+
+
 def test_killed_at_any_moment_it_ends_with_the_bytes_of_a_local_dump(place: Place, server: ObjectServer) -> None:
     whole, kills, random_, took, seen = place.local(), 0, random.Random(48), 0.0, set[int]()
     for number in itertools.count():
@@ -115,8 +120,7 @@ def test_killed_at_any_moment_it_ends_with_the_bytes_of_a_local_dump(place: Plac
         while not done:
             process, began = begin(config), time.monotonic()
             if took and kills < 10:
-                time.sleep(random_.uniform(0, 0.8 * took))
-                process.kill()
+                kill(process, random_.uniform(0, 0.8 * took))
                 kills += 1
             process.join(120)
             done = process.exitcode == 0
@@ -198,7 +202,7 @@ def test_a_submit_finds_what_was_changed_in_an_unfinished_dump(
     found = stored(server, "open")
     assert {name: found[name] for name in whole} == whole
     other = place.config(f"s3://{BUCKET}/open", "other")
-    with pytest.raises(InputError, match="another metadata folder has the record of the shards here"):
+    with pytest.raises(InputError, match="another metadata folder made the shards here"):
         submit(other)
 
 

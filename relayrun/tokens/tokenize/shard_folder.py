@@ -101,6 +101,7 @@ class TaskProgress:
             self.say(documents=record.documents, tokens=record.tokens)
 
     def end(self) -> None:
+        """Remove the progress file."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -289,8 +290,7 @@ class ShardFolder:
                 self._there = {name for name, _ in urls.list_url(self.store)}
         shards = {name[:-4] for name in self._there if name.endswith(SHARD_SUFFIXES)}
         if self.store and shards and not self._file.exists():
-            words = "another metadata folder has the record of the shards here"
-            raise InputError(words, where=self.store, hint=hint)
+            raise InputError("another metadata folder made the shards here", where=self.store, hint=hint)
         if different and shards:
             raise InputError(
                 f"this folder holds shards of another choice of {', '.join(different)}", where=self.path, hint=hint
