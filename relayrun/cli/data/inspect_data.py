@@ -195,9 +195,7 @@ def run_why_dropped(options: argparse.Namespace) -> int:
                 if options.document in (record["id"], f"{record['file']}/{record['row']}"):
                     found += 1
                     scores = "".join(f", {name} {value}" for name, value in record["scores"].items())
-                    place = (
-                        f"row {record['row']} of {record['file']}, shard {Path(file).name.removesuffix('.jsonl.gz')}"
-                    )
+                    place = f"row {record['row']} of {record['file']}, shard {Path(file).name.partition('.')[0]}"
                     print(f"{record['id']}: dropped by {record['step']}: {record['reason']}{scores} ({place})")
     if not found:
         print(f"{options.document} is not among the {seen:,} dropped documents of {options.folder}")

@@ -107,9 +107,8 @@ def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> Tok
         raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None
 
 
-STEP_FIELDS = ("reader", "pipeline", "on_step_error")
-_YAML_FIELDS = (*STEP_FIELDS, "scratch_folder")
-OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in _YAML_FIELDS} | {
+STEP_FIELDS = ("reader", "pipeline", "on_step_error", "scratch_folder")
+OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in STEP_FIELDS} | {
     "tokenizer": "--tokenizer-name-or-path",
     "tasks": "--n-tasks",
     "workers": "--n-workers",

@@ -117,8 +117,7 @@ def tokenize_paths_file(
             tokenizer = load_tokenizer(options)
         place = {"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json"), "store": store}
         known = {"ids": tokenizer.ids_fingerprint, "size": tokenizer.size}
-        settings = _shard_settings(options, tokenizer)
-        folder = ShardFolder(output, settings, [*inputs.values()], tokenizer=known, source=place)
+        folder = ShardFolder(output, _settings(options, tokenizer), [*inputs.values()], tokenizer=known, source=place)
         parts = [
             ShardTask(shard, tuple(range_of_file(inputs[file_of_range(name)], name) for name in paths))
             for shard, paths in folder.parts.items()
@@ -153,7 +152,7 @@ def tokenize_paths_file(
     return result
 
 
-def _shard_settings(options: TokenizeOptions, tokenizer: DocumentTokenizer) -> dict[str, Any]:
+def _settings(options: TokenizeOptions, tokenizer: DocumentTokenizer) -> dict[str, Any]:
     """Return what all shards of a folder share."""
     settings: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
