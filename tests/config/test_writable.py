@@ -237,7 +237,7 @@ def test_no_file_that_asks_a_program_is_a_url(name: str, tmp_path: Path) -> None
         resolve.load_run_config(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize("name", ["metadata_folder", "output_folder", "logs", "cache_dir"])
+@pytest.mark.parametrize("name", ["metadata_folder", "scratch_folder", "logs", "cache_dir"])
 def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +246,7 @@ def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
     (tmp_path / "dumps.yaml").write_text(yaml_file.dump_yaml(own | {name: "gs://bucket/x"}))
     assert main(["dumps", "submit", "dumps.yaml"]) == 1
     assert f"{name}: gs://bucket/x is a URL, and only folders" in capsys.readouterr().err
-    if name == "cache_dir":  # no variable of the launcher
+    if name.startswith(("cache", "scratch")):  # no variables of the launcher
         return
     variable = next(each for each, setting in ENVIRONMENT_SETTINGS.items() if setting == name)
     values = {each: own.get(setting, "") for each, setting in ENVIRONMENT_SETTINGS.items()}

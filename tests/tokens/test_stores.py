@@ -103,14 +103,14 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nowhere://x", r"^nowhere://x: fsspec cannot look at this: Protocol not known: nowhere"),
+        ("nowhere://x", r"^nowhere://x: fsspec cannot use this: Protocol not known: nowhere"),
         (
             "s3://bucket/web",
             r"^s3://bucket/web: the package of this scheme cannot be imported: Install s3fs to access S3",
         ),
         ("file:///there/is/none", r"^file:///there/is/none: there is no such dataset folder"),
         ("memory://there-is-none", r"^memory://there-is-none: there is no (such dataset folder|file below this)"),
-        ("locked://x", r"^locked://x: fsspec cannot look at this: Access Denied"),
+        ("locked://x", r"^locked://x: fsspec cannot use this: Access Denied"),
         ("ftp://me:secret@host/x", r"^ftp://\.\.\.: a URL with a password"),
         ("memory://[x", r"^memory://\[x: there is no (such dataset folder|file below this)"),
     ],
@@ -119,7 +119,8 @@ def test_what_cannot_be_listed_is_one_clear_error(
     url: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsspec.register_implementation("locked", Locked, clobber=True)
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # also where it is installed
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # also where it is installed, and after a test that used it
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(InputError, match=message):
         prepare_dumps(url, tmp_path / "meta")
     assert not (tmp_path / "meta").exists()
@@ -138,7 +139,7 @@ def test_a_folder_below_a_url_that_cannot_be_read_is_not_left_out(tmp_path: Path
             return super().ls(path, **options)
 
     fsspec.register_implementation("unreadable", Unreadable, clobber=True)
-    with pytest.raises(InputError, match=r"cannot look at this: .*Permission denied"):
+    with pytest.raises(InputError, match=r"cannot use this: .*Permission denied"):
         taken_files(url.replace("file://", "unreadable://"))
 
 

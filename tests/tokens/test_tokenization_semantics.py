@@ -201,7 +201,7 @@ def test_a_dataset_with_a_scheme_gives_the_same_shards(
         assert file.read_bytes() == (out / file.name).read_bytes()
     with pytest.raises(InputError, match=r"texts|da ta"):
         run([*names, "missing.jsonl"], dataset=url, output_folder=far)
-    with pytest.raises(InputError, match="fsspec cannot look at this"):
+    with pytest.raises(InputError, match="fsspec cannot use this"):
         run(names, dataset="nowhere://x", output_folder=far)
 
 

@@ -81,7 +81,7 @@ def test_settings_of_a_dataset_are_the_object_with_places() -> None:
 
 def test_the_function_takes_the_object_and_places() -> None:
     parameters = inspect.signature(tokenize_paths_file).parameters
-    assert list(parameters) == ["options", "output_folder", "dataset", "paths_file", "logging_dir"]
+    assert list(parameters) == ["options", "output_folder", "dataset", "paths_file", "logging_dir", "store"]
 
 
 def test_a_datatrove_step_without_options_has_the_object_as_it_is(tmp_path: Path) -> None:

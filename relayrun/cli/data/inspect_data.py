@@ -154,7 +154,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths_arguments(measure)
     why = commands.add_parser("why", help="which step dropped a document while it was tokenized, and why")
     why.add_argument("document", metavar="DOCUMENT_ID", help="its id, or FILE/ROW below the data set")
-    why.add_argument("folder", type=Path, metavar="DUMP", help="a dump's folder of shards, or one above several")
+    why.add_argument("folder", metavar="DUMP", help="a dump's folder of shards, or its URL, or one above several")
     why.set_defaults(run=run_why_dropped)
     for each in (show, ledger, diff):
         each.set_defaults(run=run_data)

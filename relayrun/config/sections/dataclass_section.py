@@ -81,13 +81,14 @@ SingleLine = Annotated[str, Checked(one_line)]
 """Text without control characters: it becomes part of a job script, a command line or a file of variables."""
 
 
-def _on_this_machine(value: str) -> str:
+def on_this_machine(value: str) -> str:
+    """Return a path unchanged. Raises ValueError for a URL."""
     if (refusal := why_url_is_refused(value)) is not None:
         raise ValueError(refusal)
     return value
 
 
-OutputPath = Annotated[SingleLine, Checked(_on_this_machine)]
+OutputPath = Annotated[SingleLine, Checked(on_this_machine)]
 """A folder for output: a path, not a URL."""
 
 

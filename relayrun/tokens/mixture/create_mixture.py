@@ -270,7 +270,7 @@ def _read_datasets(
     real_path = RealPathCache()
     datasets = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
-        prefixes = find_prefixes([root])
+        prefixes = find_prefixes([folders[i]])
         report(f"reading the sizes of {len(prefixes):,} shards below {root}")
         read.add(prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx"))
         start = len(os.path.join(root, ""))

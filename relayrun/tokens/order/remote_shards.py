@@ -188,8 +188,7 @@ def _remote_entry(prefix: str, bin_bytes: int) -> ShardEntry:
     """Return the entry of a shard below a URL: a copy of its index is checked beside an empty .bin of that size."""
     with tempfile.TemporaryDirectory(prefix="relayrun-index-") as folder:
         copy = Path(folder, "shard")
-        with urls.open_input(prefix + ".idx") as remote, copy.with_suffix(".idx").open("wb") as local:
-            shutil.copyfileobj(remote, local, 1 << 22)
+        urls.fetch_file(prefix + ".idx", copy.with_suffix(".idx"))
         with copy.with_suffix(".bin").open("wb") as tokens:
             tokens.truncate(bin_bytes)
         try:

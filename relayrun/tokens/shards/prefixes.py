@@ -29,6 +29,12 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
     followed. A real folder is read once, under its first name: a loop of links ends, and two links to one folder do not
     repeat its shards. Links to single files are kept as they are. Raises InputError for a missing folder, a folder
     without shards, and half a shard."""
+    for path in map(os.fspath, paths):
+        if (found := re.match(r"([a-z][a-z0-9+.-]+):/+(.+)", path)) is not None:
+            url = f"{found[1]}://{found[2]}"
+            copy = f"import fsspec; s, p = fsspec.core.url_to_fs('{url}'); s.get(p + '/', 'FOLDER/', recursive=True)"
+            words = "this is a URL, and shards are linked, merged and verified in folders"
+            raise InputError(words, where=url, hint=f'copy them first: python -c "{copy}"')
     seen: set[tuple[int, int]] = set()
     prefixes: dict[str, None] = {}
     roots = [Path(path).absolute() for path in paths]

@@ -15,6 +15,8 @@ import io
 import logging
 import os
 import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -303,23 +305,17 @@ def hash_file_ends(path: str) -> str:
 def list_url(url: str) -> list[tuple[str, int]]:
     """List all files below a URL: paths below it, and bytes. Raises InputError for an unknown scheme or a missing
     package, for lack of access to any folder, and for an empty URL."""
-    with _explain_store_errors(url, missing="there is no such dataset folder"):
-        import fsspec
-
-        store, root = fsspec.core.url_to_fs(url)
+    with _open_store(url, missing="there is no such dataset folder") as (store, root):
         files = _walk_store(store, root)
         found = [(info["name"].removeprefix(root).lstrip("/"), _store_size(store, info)) for info in files]
     if not found:
-        raise InputError("there is no file below this", where=url)
+        raise MissingInput("there is no file below this", where=url)
     return found
 
 
 def stat_url(url: str) -> tuple[int, int]:
     """Return bytes and modification time (`modified_time`) of the file at a URL. Raises InputError."""
-    with _explain_store_errors(url, missing="this file of the paths file is missing"):
-        import fsspec
-
-        store, path = fsspec.core.url_to_fs(url)
+    with _open_store(url, missing="this file of the paths file is missing") as (store, path):
         info = retry_transient(lambda: store.info(path), url)
         return _store_size(store, info), modified_time(info)
 
@@ -334,6 +330,49 @@ def stat_file(path: str) -> tuple[int, int]:
         hint = "run `relayrun dumps prepare` again if the dataset has changed"
         raise MissingInput("this file of the paths file is missing", where=printable(path), hint=hint) from None
     return status.st_size, status.st_mtime_ns
+
+
+def try_store(url: str) -> None:
+    """Write a file below a URL, read it back and remove it. Raises StoreError, and InputError if the store refuses
+    this. A killed call leaves the file, and the next one removes it."""
+    probe = join_path(url, ".relayrun-probe")
+    with tempfile.NamedTemporaryFile() as file:
+        put_file(file.name, probe, content_checksum(file.name))
+    remove_url(probe)
+
+
+def put_file(file: str | os.PathLike[str], url: str, checksum: str) -> tuple[int, int]:
+    """Put a local file with this checksum at a URL, and read it back in full; return its bytes and modification time
+    there. Raises StoreError, and InputError if the store refuses this."""
+
+    def put() -> None:
+        store.put_file(os.fspath(file), path)
+        if store.info(path)["size"] != os.path.getsize(file) or content_checksum(url) != checksum:
+            raise OSError("the store gives back other bytes than were written")
+
+    with _open_store(url) as (store, path):
+        retry_transient(put, url)
+    return stat_url(url)
+
+
+def fetch_file(url: str, file: str | os.PathLike[str]) -> None:
+    """Copy the file at a URL to a local path. Raises StoreError and OSError."""
+    with open_input(url) as remote, open(file, "wb") as local:
+        shutil.copyfileobj(remote, local, _READ_BYTES)
+
+
+def content_checksum(path: str) -> str:
+    """Return the xxh3-128 of a file, local or at a URL, read in full. Raises StoreError and OSError."""
+    from relayrun.tokens.stores.direct_io import open_file_checksum  # on demand: numpy, which may start threads
+
+    with open_input(path) as file:
+        return open_file_checksum(file)
+
+
+def remove_url(url: str) -> None:
+    """Remove the file at a URL; it may be gone. Raises InputError and StoreError."""
+    with _open_store(url) as (store, path), contextlib.suppress(FileNotFoundError):
+        retry_transient(lambda: store.rm_file(path), url)
 
 
 def modified_time(info: Mapping[str, Any]) -> int:
@@ -380,9 +419,12 @@ def _store_size(store: Any, info: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
+def _open_store(url: str, *, missing: str = "there is no such bucket or folder") -> Iterator[tuple[Any, str]]:
+    """Yield fsspec's store of a URL and the path there; explain the errors of its package. `missing`: for a 404."""
     try:
-        yield
+        import fsspec
+
+        yield fsspec.core.url_to_fs(url)
     except RelayrunError:
         raise
     except FileNotFoundError:
@@ -397,7 +439,7 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
         raise InputError(words, where=url, hint=f"pip install {package}") from None
     except Exception as error:  # unknown scheme, no access: each package has its own errors
         hint = "install fsspec's package of the scheme, and set its credentials"
-        raise InputError(f"fsspec cannot look at this: {first_line(error)}", where=url, hint=hint) from None
+        raise InputError(f"fsspec cannot use this: {first_line(error)}", where=url, hint=hint) from None
 
 
 def printable(name: str) -> str:

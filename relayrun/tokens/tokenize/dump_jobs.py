@@ -36,7 +36,7 @@ from relayrun.progress import Progress, clear_line, has_terminal
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.readers.inventory import add_rows, refuse_wrong_checksums
-from relayrun.tokens.stores.urls import join_path
+from relayrun.tokens.stores.urls import join_path, try_store
 from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards, input_bytes, read_status
 from relayrun.tokens.tokenize.dumps import DumpsFolder, replace_link
@@ -68,6 +68,8 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_output_files, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
     _check_inputs(metadata, indices, settings)
+    if store := settings.dump_store(indices[0]):
+        try_store(store)
     _refuse_other_output(metadata, output)
     output.mkdir(parents=True, exist_ok=True)
     settings.job_output_files.mkdir(parents=True, exist_ok=True)
@@ -141,6 +143,7 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
                 dataset=metadata.dataset(),  # messages name files of the data set, not of the link
                 paths_file=paths_file,
                 logging_dir=settings.dump_logs(index),
+                store=settings.dump_store(index),
             )
         refuse_wrong_checksums(metadata.inventory, metadata.dataset(), result.rows)
         print(result.summary(), flush=True)
@@ -151,7 +154,7 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
             "start": start.isoformat(timespec="seconds"),
             "end": datetime.now().isoformat(timespec="seconds"),
             "paths_file": str(metadata.completed / paths_file.name),
-            "output_folder": str(output),
+            "output_folder": settings.dump_store(index) or str(output),
             "dataset_total_size": result.input_bytes,
             "processed_total_size": result.output_bytes,
             "number_of_workers_per_node": result.workers,

@@ -3,7 +3,8 @@
     raw-dataset-link              -> the data set folder; its target may be a URL (`s3://bucket/web`), as text
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the data set folder, one a line
     completed-dumps/              paths files of finished dumps
-    tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
+    tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME; if OUTPUT is a URL, the folder of its records
+    s3/ or another scheme         records of dumps whose shards lie below a URL
     dedup-link                    -> the output folder of `relayrun dumps dedup`
     tokenize-T-D.csv              one row per finished dump
     inventory.jsonl               every file below the data set folder: taken, or why not
@@ -310,7 +311,7 @@ def _begun_dumps(metadata: DumpsFolder, dataset: str, there: inputs.Inventory) -
     found: dict[int, _BegunDump] = {}
     listed = {index: inputs.read_paths_file(metadata.completed / f"paths_file_{index}.txt") for index in finished}
     waiting = {index: inputs.read_paths_file(metadata.paths_file(index)) for index in metadata.pending()}
-    listed |= {index: names for index, names in waiting.items() if any(metadata.shards(index).glob("*.bin"))}
+    listed |= {index: names for index, names in waiting.items() if shard_folder.has_shards(metadata.shards(index))}
     cut = {file_of_range(name) for names in listed.values() for name in names if file_of_range(name) != name}
     listed |= {index: names for index, names in waiting.items() if not cut.isdisjoint(map(file_of_range, names))}
     for index, names in sorted(listed.items()):

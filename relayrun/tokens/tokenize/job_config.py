@@ -16,7 +16,7 @@ from relayrun import places
 from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import Section, SlurmTime
-from relayrun.config.sections.dataclass_section import OutputPath, Positive, SingleLine
+from relayrun.config.sections.dataclass_section import Checked, OutputPath, Positive, SingleLine, on_this_machine
 from relayrun.config.sections.job import ClusterSection, JobPlacement
 from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
 from relayrun.control.chain import job_script
@@ -25,11 +25,16 @@ from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.masking import SECRET_REMEDY, find_secrets
+from relayrun.tokens.stores.urls import absolute_path, is_url
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.steps import check_steps
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Part of folder and job names."""
+
+
+def _folder_or_store(value: str) -> str:
+    return on_this_machine(value) if value.startswith("file:") or not is_url(value) else absolute_path(value)
 
 
 class DedupSettings(Section):
@@ -58,7 +63,8 @@ class TokenizationSettings(TokenizeOptions):
     dataset_name: FileName
     metadata_folder: OutputPath
     """Folder written by `relayrun dumps prepare`."""
-    output_folder: OutputPath
+    output_folder: Annotated[SingleLine, Checked(_folder_or_store)]
+    """A folder, or a URL that fsspec can write below (`s3://bucket/tokens`); then records are in metadata_folder."""
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
     dedup: DedupSettings | None = None
@@ -67,7 +73,8 @@ class TokenizationSettings(TokenizeOptions):
     @property
     def outputs(self) -> dict[str, str]:
         """Folders to which jobs write, by setting."""
-        found = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        names = ("metadata_folder", "output_folder", "scratch_folder", "logs")
+        found = {name: place for name in names if (place := getattr(self, name)) and not is_url(place)}
         return found if self.dedup is None else found | {"dedup.output_folder": self.dedup.output_folder}
 
     @property
@@ -76,8 +83,10 @@ class TokenizationSettings(TokenizeOptions):
 
     @property
     def dataset_output(self) -> Path:
-        """Target of `M/tokenized-dir-link`."""
-        return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
+        """Target of `M/tokenized-dir-link`: the dumps' records, and their shards unless these lie below a URL."""
+        scheme, _, rest = self.output_folder.rpartition("://")
+        base = Path(self.metadata_folder, scheme, rest.lstrip("/")) if scheme else Path(rest)
+        return base / self.tokenizer_name / self.dataset_name
 
     @property
     def job_output_files(self) -> Path:
@@ -91,6 +100,11 @@ class TokenizationSettings(TokenizeOptions):
 
     def dump_output(self, index: int) -> Path:
         return self.dataset_output / f"dump-{index}"
+
+    def dump_store(self, index: int) -> str:
+        """Return the URL of the shards of dump `index`; empty if they lie in its folder."""
+        url = f"{self.output_folder}/{self.tokenizer_name}/{self.dataset_name}/dump-{index}"
+        return url if is_url(url) else ""
 
     def dump_logs(self, index: int) -> Path:
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")

@@ -76,6 +76,8 @@ class TokenizeOptions(Section):
     record it. skip-line: skip and count a line or row without a text in UTF-8, and skip an unreadable file."""
     cache_dir: OutputPath | None = None
     """Folder of tokenizers of the Hugging Face hub; None: the hub's own."""
+    scratch_folder: OutputPath | None = None
+    """Folder of a node in which a worker makes a shard that goes to a URL; None: TMPDIR."""
 
     @property
     def skips_lines(self) -> bool:
@@ -108,13 +110,13 @@ def validate_options(values: Mapping[str, Any], names: Mapping[str, str]) -> Tok
         raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None
 
 
-STEP_FIELDS = ("reader", "pipeline", "on_step_error", "exclusions")
+STEP_FIELDS = ("reader", "pipeline", "on_step_error", "exclusions", "scratch_folder")
 OPTION_FLAGS = {f: f"--{f.replace('_', '-')}" for f in TokenizeOptions.model_fields if f not in STEP_FIELDS} | {
     "tokenizer": "--tokenizer-name-or-path",
     "tasks": "--n-tasks",
     "workers": "--n-workers",
 }
-"""Flag of every field but reader and steps, which a YAML file alone gives."""
+"""Flag of every field but those that a YAML file alone gives."""
 
 
 def add_tokenize_flags(parser: argparse.ArgumentParser, names: Collection[str] = OPTION_FLAGS) -> None:

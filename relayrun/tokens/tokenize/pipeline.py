@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
@@ -90,8 +91,10 @@ def tokenize_paths_file(
     dataset: str | os.PathLike[str],
     paths_file: str | os.PathLike[str],
     logging_dir: str | os.PathLike[str] | None = None,
+    store: str = "",
 ) -> TokenizeResult:
-    """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
+    """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`; or to the
+    URL `store`, and then `output_folder` gets the record alone.
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read. Finished
     work of an earlier run is kept, and files added to the paths file since get shards of their own (see
     `shard_folder`). Raises InputError or OSError for faults that a user can repair; every shard under a final name is
@@ -112,7 +115,9 @@ def tokenize_paths_file(
             remove_leftovers(folder_of_ours)
         with _hold_hub_cache(options.cache_dir):
             tokenizer = load_tokenizer(options)
-        folder = _open_folder(output, [*inputs.values()], options, tokenizer, source, logs)
+        place = {"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json"), "store": store}
+        known = {"ids": tokenizer.ids_fingerprint, "size": tokenizer.size}
+        folder = ShardFolder(output, _settings(options, tokenizer), [*inputs.values()], tokenizer=known, source=place)
         parts = [
             ShardTask(shard, tuple(range_of_file(inputs[file_of_range(name)], name) for name in paths))
             for shard, paths in folder.parts.items()
@@ -127,11 +132,12 @@ def tokenize_paths_file(
         shard_folder.clear_progress(output)
         if todo:
             # engines come from elsewhere; a store is read with credentials of the environment
-            with contextlib.nullcontext() if is_url(source) else hidden_secrets():
+            with contextlib.nullcontext() if is_url(source) or store else hidden_secrets():
                 context = _begin_tasks(folder, todo, options, tokenizer, source, logs)
                 del tokenizer  # else forks would inherit it
                 process_engine(context.definition, context.fingerprint, context.selection)
                 _run_tasks(folder, todo, context, workers)
+        folder.publish()
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if (lost := describe_losses(result.losses, result.tokens)) is not None:
         log.warning("%s: %s", output, lost)
@@ -146,14 +152,8 @@ def tokenize_paths_file(
     return result
 
 
-def _open_folder(
-    output: Path,
-    files: Sequence[InputFile],
-    options: TokenizeOptions,
-    tokenizer: DocumentTokenizer,
-    source: str,
-    logs: Path,
-) -> ShardFolder:
+def _settings(options: TokenizeOptions, tokenizer: DocumentTokenizer) -> dict[str, Any]:
+    """Return what all shards of a folder share."""
     settings: dict[str, Any] = {
         "tokenizer": tokenizer.fingerprint,
         "eos": tokenizer.eos_id,
@@ -165,13 +165,7 @@ def _open_folder(
     }
     if options.has_steps:
         settings |= describe_steps(options.pipeline, options.reader) | {"exclusions": options.exclusions}
-    return ShardFolder(
-        output,
-        settings,
-        files,
-        tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
-        source={"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")},
-    )
+    return settings
 
 
 def _begin_tasks(
@@ -202,6 +196,7 @@ def _begin_tasks(
     return TokenizeContext(
         dataset=source,
         output=str(folder.path),
+        store=folder.store,
         definition=str(logs / "tokenizer.json"),
         fingerprint=tokenizer.fingerprint,
         selection=selection,
@@ -269,7 +264,7 @@ def _result(
         bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         losses=dict(sum((Counter(task.losses) for task in tasks), Counter())),
         rows=dict(rows),
-        output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
+        output_bytes=sum(task.tokens for task in tasks) * np.dtype(folder.settings["token type"]).itemsize,
         workers=workers,
         tasks_run=tasks_run,
         seconds=seconds,

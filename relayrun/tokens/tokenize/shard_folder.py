@@ -1,13 +1,14 @@
 """A folder of shards: the record `tokenization.json`, and the progress of the tasks that write it.
 
     settings   settings of the shards; all shards of a folder share them
-    source     place of the data set, and of a copy of the tokenizer
+    source     place of the data set, of a copy of the tokenizer, and of the shards if they lie below a URL
     parts      by shard: its files, or ranges of large ones; files that join the dump later get shards of their own
     tokenizer  compared with a run's tokenizer: fingerprint of the ids, size of the vocabulary
     shards     by finished shard: a TaskRecord
 
 A task is done if its inputs are unchanged and its shard has the recorded checksums. So an interrupted run continues,
-and only a changed file or a damaged shard is tokenized again.
+and only a changed file or a damaged shard is tokenized again. Shards may lie below a URL: then the folder has the
+record and the progress alone, a shard counts by the record, and a copy of it is put there when all shards are done.
 
 Each running task rewrites `.progress/SHARD.json` every ten seconds (or `RELAYRUN_PROGRESS_SECONDS`), and removes it at
 the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or that waits for its file system.
@@ -16,6 +17,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gzip
 import itertools
 import json
@@ -23,6 +25,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,12 +36,14 @@ from typing import Any
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.files import read_json, write_atomic
+from relayrun.files import names_in, read_json, write_atomic
 from relayrun.tokens.readers.deal_files import deal_in_ranges
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes, split_range
 from relayrun.tokens.readers.inputs import MISSING_FILE, InputFile, stat_inputs
-from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
+from relayrun.tokens.shards.prefixes import SHARD_SUFFIXES
+from relayrun.tokens.shards.shard import FOLDER_RECORD
+from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
 from relayrun.tokens.tokenize.processes import file_lock, slurm_job_id
@@ -75,6 +80,7 @@ class TaskProgress:
         self._path = Path(output, PROGRESS_FOLDER, f"{shard}.json")
         self._seconds = float(os.environ.get(PROGRESS_VARIABLE) or 10)
         self._next = 0.0
+        self._ended = threading.Event()
         self.bytes_read = 0
         """Bytes of the finished files; the task updates it."""
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -93,7 +99,14 @@ class TaskProgress:
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
+    def repeat(self, record: TaskRecord) -> None:
+        """Write the same again and again until `end`, while the task waits for a store."""
+        while not self._ended.wait(self._seconds):
+            self.say(documents=record.documents, tokens=record.tokens)
+
     def end(self) -> None:
+        """Remove the progress file."""
+        self._ended.set()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -161,6 +174,8 @@ class TaskRecord:
     """By step: its documents in and out, and the dropped ones by reason."""
     exclusions: str = ""
     """Checksum of the file of dropped documents; empty without steps."""
+    stored: dict[str, Sequence[int]] = field(default_factory=dict)
+    """Bytes and modification time of each file of `files` below a URL; empty for a shard in the folder."""
     on_error: str = ""
     """Treatment of unreadable input, see `TokenizeOptions`."""
     skipped: list[SkippedFile] = field(default_factory=list)
@@ -171,6 +186,12 @@ class TaskRecord:
     started: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
+
+    def files(self, shard: str, exclusions: str) -> dict[str, str]:
+        """Return the checksums of the files of `shard`, in the order in which a store gets them: the .idx last.
+        `exclusions`: the format of dropped documents."""
+        found = {os.fspath(exclusion_file("", shard, exclusions)): self.exclusions} if self.exclusions else {}
+        return found | {f"{shard}.{suffix}": self.xxh3_128[suffix] for suffix in sorted(self.xxh3_128)}
 
     def add_faults(self, faults: LineFaults) -> None:
         """Add the skipped lines of one more file."""
@@ -244,9 +265,11 @@ class ShardFolder:
         """Open or begin the record. Raises InputError if the folder holds shards made with other settings.
 
         `settings["tasks"]`: new files are dealt onto at most so many shards. `tokenizer`: compared with a run's
-        tokenizer. `source`: place of the data set and of a copy of the tokenizer, for later checks; both may move.
+        tokenizer. `source`: place of the data set and of a copy of the tokenizer, for later checks; both may move. Its
+        `store`: the URL of the shards.
         """
         self._source = source
+        self.store = source.get("store", "")
         self.path = Path(path)
         self.settings = settings
         self.tokenizer = tokenizer
@@ -260,7 +283,13 @@ class ShardFolder:
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
         if self._dealt() - {file_of_range(file[0]) for file in files}:
             different.append("paths")
-        shards = {file.name.rsplit(".", 1)[0] for suffix in ("bin", "idx") for file in self.path.glob(f"*.{suffix}")}
+        self._there = set(names_in(self.path))
+        if self.store:
+            with contextlib.suppress(urls.MissingInput):
+                self._there = {name for name, _ in urls.list_url(self.store)}
+        shards = {name[:-4] for name in self._there if name.endswith(SHARD_SUFFIXES)}
+        if self.store and shards and not self._file.exists():
+            raise InputError("another metadata folder made the shards here", where=self.store, hint=hint)
         if different and shards:
             raise InputError(
                 f"this folder holds shards of another choice of {', '.join(different)}", where=self.path, hint=hint
@@ -286,8 +315,8 @@ class ShardFolder:
         self.parts |= {shard_name(first + number): part for number, part in enumerate(parts)}
 
     def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
-        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs. Reads
-        its files in full, and compares them with the recorded checksums."""
+        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs: its
+        files are compared with the recorded checksums (`file_fault`)."""
         task = self.tasks.get(name)
         if task is None:
             return "not made yet"
@@ -296,24 +325,19 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
-        dropped = exclusion_file(self.path, name, self.settings.get("exclusions", "jsonl.gz"))
-        if task.exclusions and not (dropped.is_file() and file_checksum(dropped) == task.exclusions):
-            return "its dropped documents are not what its record says (xxh3-128)"
-        if task.tokens == 0:
-            return None
-        try:
-            if Shard.open(self.path / name).tokens != task.tokens:
-                return "it has another number of tokens than its record says"
-        except InputError as error:
-            return error.message
-        for suffix, digest in task.xxh3_128.items():
-            if file_checksum(self.path / f"{name}.{suffix}") != digest:
-                return f"its .{suffix} is not what its record says (xxh3-128)"
+        for file, checksum in task.files(name, self.settings.get("exclusions", "jsonl.gz")).items():
+            path = join_path(self.store or str(self.path), file)
+            if (fault := file_fault(path, checksum, task.stored.get(file, ()))) is not None:
+                return fault
         return None
 
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
+        for file in (FOLDER_RECORD, *(form.format(name) for form in _FILES)) if self.store else ():
+            if file in self._there:
+                urls.remove_url(join_path(self.store, file))
+                self._there.discard(file)
         for form, end in itertools.product(_FILES, ("", ".tmp")):
             (self.path / f"{form.format(name)}{end}").unlink(missing_ok=True)
 
@@ -321,6 +345,11 @@ class ShardFolder:
         """Remove the files of killed workers."""
         for name, form in itertools.product(self.parts, _FILES):
             (self.path / f"{form.format(name)}.tmp").unlink(missing_ok=True)
+
+    def publish(self) -> None:
+        """Put a copy of the record beside the shards of a URL, once all of them are there."""
+        if self.store:
+            urls.put_file(self._file, join_path(self.store, FOLDER_RECORD), file_checksum(self._file))
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -352,6 +381,8 @@ class FolderRecord:
     """Folder or URL that the paths of the inputs start at."""
     tokenizer: str
     """Path of a copy of the serialized tokenizer."""
+    store: str
+    """URL of the shards; empty if they lie in the folder."""
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> FolderRecord:
@@ -368,9 +399,28 @@ class FolderRecord:
                 tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
                 dataset=record["source"]["dataset"],
                 tokenizer=record["source"]["tokenizer"],
+                store=record["source"].get("store", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
+
+
+def has_shards(folder: Path) -> bool:
+    """True if a folder has shards, or a record of a URL, where a shard may be that is not on record yet."""
+    with contextlib.suppress(FileNotFoundError, InputError):
+        return bool(FolderRecord.read(folder).store) or any(folder.glob("*.bin"))
+    return any(folder.glob("*.bin"))
+
+
+def file_fault(path: str, checksum: str, known: Sequence[int] = ()) -> str | None:
+    """Return why a file of a shard, local or at a URL, is not that of its record; None if it is. It is read unless it
+    has the bytes and the modification time `known`."""
+    try:
+        same = any(known[1:]) and [*known] == [*urls.stat_file(path)]
+        found = checksum if same else urls.content_checksum(path)
+    except (FileNotFoundError, urls.MissingInput):
+        return f"{path} is gone"
+    return None if found == checksum else f"{path} is not what its record says (xxh3-128)"
 
 
 def remove_from_record(folder: str | os.PathLike[str], *names: str, inputs: Collection[str] = ()) -> None:
@@ -419,17 +469,24 @@ def exclusion_file(folder: str | os.PathLike[str], shard: str, form: str) -> Pat
     return Path(folder, "exclusions", f"{shard}.{form}")
 
 
-def read_exclusions(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield shard and record of the documents that steps dropped, of all folders of shards below `folder`."""
-    for file in sorted(folder.glob("**/exclusions/*.*[!p]")):  # not .tmp
-        if file.suffix == ".parquet":
-            from pyarrow.parquet import ParquetFile  # on demand: most have none
+def read_exclusions(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield shard and record of the documents that steps dropped, of all folders of shards below a folder or a URL."""
+    below = (
+        [join_path(folder, name) for name, _ in urls.list_url(folder)]
+        if is_url(folder)
+        else map(str, Path(folder).rglob("*"))
+    )
+    for file in sorted(fnmatch.filter(below, "*/exclusions/*.*[!p]")):  # not .tmp
+        with urls.open_input(file) as raw:
+            if file.endswith(".parquet"):
+                from pyarrow.parquet import ParquetFile  # on demand: most have none
 
-            for batch in ParquetFile(file).iter_batches(100):
-                yield from ((file.stem, row | {"scores": json.loads(row["scores"])}) for row in batch.to_pylist())
-        else:
-            with gzip.open(file, "rt", encoding="utf-8") as lines:
-                yield from ((file.name.removesuffix(".jsonl.gz"), json.loads(line)) for line in lines)
+                for batch in ParquetFile(raw).iter_batches(100):
+                    rows = [row | {"scores": json.loads(row["scores"])} for row in batch.to_pylist()]
+                    yield from ((Path(file).stem, row) for row in rows)
+            else:
+                with gzip.open(raw, "rt", encoding="utf-8") as lines:
+                    yield from ((Path(file).name.removesuffix(".jsonl.gz"), json.loads(line)) for line in lines)
 
 
 def shard_name(rank: int) -> str:

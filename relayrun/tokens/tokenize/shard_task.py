@@ -16,10 +16,11 @@ import ctypes
 import functools
 import os
 import re
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +29,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
+from relayrun.publishing import work_folder
 from relayrun.tokens.readers.columns import texts_of_content
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, is_url, join_path, printable, put_file
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine, parse_without_vocabulary
@@ -137,6 +139,8 @@ class TokenizeContext:
     dataset: str
     """Folder or URL that the paths start at."""
     output: str
+    store: str = ""
+    """URL that gets the shards in place of the folder `output`, which gets the progress in any case."""
     definition: str
     """Path of the serialized tokenizer."""
     fingerprint: str
@@ -149,6 +153,24 @@ class TokenizeContext:
 def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     """Write the shard of `part`; its final name appears when it is whole. Raises InputError for all bad files at once:
     after the first one the others are still read."""
+    progress = TaskProgress(job.output, part.name)
+    try:
+        if not job.store:
+            return _write_shard(job, part, progress)
+        if job.options.scratch_folder is not None:
+            os.makedirs(job.options.scratch_folder, exist_ok=True)
+        with work_folder(job.options.scratch_folder) as folder:
+            record = _write_shard(replace(job, output=str(folder)), part, progress)
+            threading.Thread(target=progress.repeat, args=(record,), daemon=True).start()
+            for file, checksum in record.files(part.name, job.options.exclusions).items():
+                record.stored[file] = put_file(folder / file, join_path(job.store, file), checksum)
+            record.seconds = time.time() - record.started
+            return record
+    finally:
+        progress.end()
+
+
+def _write_shard(job: TokenizeContext, part: ShardTask, progress: TaskProgress) -> TaskRecord:
     started = time.time()
     engine = process_engine(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
@@ -161,7 +183,6 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
     )
     steps = ShardSteps(job.options, output=job.output, shard=part.name) if job.options.has_steps else None
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
-    progress = TaskProgress(job.output, part.name)
     bad: list[RelayrunError] = []
     done = alone = 0  # files before these numbers are in the shard, or are read alone
     try:
@@ -210,8 +231,6 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
         if steps is not None:
             steps.close()
         raise
-    finally:
-        progress.end()
     record.tokens, record.xxh3_128, record.routed_documents = shard.tokens, shard.xxh3_128, engine.routed - routed
     record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started

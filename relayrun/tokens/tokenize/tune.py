@@ -7,6 +7,7 @@ ends the program. Start-up, which a dump pays once, is not counted.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -117,13 +118,15 @@ def _run_trial(
     place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float, steps: str | None
 ) -> TuningTrial:
     output, log, workers = place / "tokens", place / "log", options.workers
-    most_bytes = workers * seconds * _BYTES_PER_SECOND
-    if urls.is_url(dataset):
-        names = _first_files(dataset, names, least=workers, most_bytes=most_bytes)
-    else:
+    most = len(names) if urls.is_url(dataset) else max(_LINKS, workers)  # below a URL nothing can be linked
+    names = _files_to_read(dataset, names, most=most, least=workers, most_bytes=workers * seconds * _BYTES_PER_SECOND)
+    if not urls.is_url(dataset):
         files, dataset = [os.path.join(dataset, name) for name in names], str(place / "data")
         os.mkdir(dataset)
-        names = _link_files(files, Path(dataset), least=workers, most_bytes=most_bytes)
+        # an ending says how a file is read
+        names = [f"{number:06d}-{os.path.basename(file)[-40:]}" for number, file in enumerate(files)]
+        for source, name in zip(files, names, strict=True):
+            os.symlink(source, os.path.join(dataset, name))
     (place / "paths").write_bytes(paths_file_bytes(names))
     program = [sys.executable, str(places.shared_file("scripts/tokenization/preprocess_megatron.py"))]
     given = ["--output-folder", str(output), "--dataset", dataset, "--paths-file", str(place / "paths")]
@@ -148,27 +151,15 @@ def _run_trial(
     return TuningTrial(tokens_per_second=rate, tokens_per_byte=density, **sizes)
 
 
-def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
-    """Return the first files below a URL, which cannot be linked: as many as the trial can read, at least `least`."""
+def _files_to_read(dataset: str, names: Sequence[str], *, most: int, least: int, most_bytes: float) -> list[str]:
+    """Return files in order, repeatedly: as many as the trial can read, `least` or more, and `most` or fewer."""
     total, chosen = 0, list[str]()
-    for name in names:
+    for name in itertools.islice(itertools.cycle(names), most):
         if len(chosen) >= least and total >= most_bytes:
             break
         chosen.append(name)
-        total += urls.stat_url(urls.join_path(url, name))[0]
+        total += urls.stat_file(urls.join_path(dataset, name))[0]
     return chosen
-
-
-def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
-    """Link the files, repeatedly, as many as the trial can read, and at least `least`."""
-    names: list[str] = []
-    total = 0
-    while len(names) < least or (total < most_bytes and len(names) < _LINKS):
-        file = files[len(names) % len(files)]
-        total += os.stat(file).st_size
-        names.append(f"{len(names):06d}-{os.path.basename(file)[-40:]}")  # an ending says how a file is read
-        os.symlink(file, folder / names[-1])
-    return names
 
 
 def _measure(

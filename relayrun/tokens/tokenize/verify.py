@@ -10,6 +10,7 @@ of a fast engine. A finished dump with faults is opened again: the next submit m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -24,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.files import read_json, write_json
 from relayrun.progress import Progress, count
 from relayrun.publishing import work_folder
 from relayrun.tokens.readers.columns import read_column
@@ -33,13 +35,13 @@ from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.urls import first_line, join_path, printable
+from relayrun.tokens.stores.urls import fetch_file, first_line, join_path, printable
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
-from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
+from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, file_fault, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
 from relayrun.tokens.tokenize.steps import describe_steps
 
@@ -333,6 +335,8 @@ def verify_dumps(
 def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> DumpCheckResult:
     try:
         record = FolderRecord.read(folder)
+        if record.store:
+            return _verify_stored(folder, record, index, full, workers, temp_dir)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
         return DumpCheckResult(index=index, shards=0, documents=0, faults=(first_line(error),))
@@ -352,3 +356,35 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
     documents, undecoded = sum(each.documents for each in compared), sum(each.undecoded for each in compared)
     shards, found = len(checked), tuple(faults)
     return DumpCheckResult(index=index, shards=shards, documents=documents, undecoded=undecoded, faults=found)
+
+
+def _verify_stored(
+    folder: Path, record: FolderRecord, index: int, full: bool, workers: int, temp_dir: str | None
+) -> DumpCheckResult:
+    """Verify shards below a URL, by copies of their files."""
+    done: dict[str, DumpCheckResult] = {}
+    task = functools.partial(_verify_copy, folder, index, full, temp_dir)
+    names = [name for name, task in record.tasks.items() if task.stored]
+    run_tasks(task, names, max(workers, 1), done.__setitem__, where=record.store)
+    if faulty := [name for name, each in done.items() if each.faults]:
+        remove_from_record(folder, *faulty)
+    sums = {name: sum(getattr(each, name) for each in done.values()) for name in ("shards", "documents", "undecoded")}
+    return DumpCheckResult(index=index, faults=tuple(fault for each in done.values() for fault in each.faults), **sums)
+
+
+def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, name: str) -> DumpCheckResult:
+    record, values = FolderRecord.read(folder), read_json(folder / FOLDER_RECORD)
+    files = record.tasks[name].files(name, record.settings.get("exclusions", "jsonl.gz"))
+    store = values["source"].pop("store")
+    values["shards"] = {name: values["shards"][name]}
+    with work_folder(temp_dir) as copy:
+        Path(copy, "exclusions").mkdir()
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                fetch_file(join_path(store, file), copy / file)
+        faults = [file_fault(str(copy / file), checksum) for file, checksum in files.items()]
+        found = DumpCheckResult(index=index, shards=0, documents=0, faults=tuple(filter(None, faults)))
+        if record.tasks[name].tokens and not found.faults:
+            write_json(copy / FOLDER_RECORD, values)
+            found = _verify_dump(copy, index, full, 1, temp_dir)
+        return replace(found, faults=tuple(fault.replace(str(copy), store) for fault in found.faults))
