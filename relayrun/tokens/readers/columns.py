@@ -27,7 +27,6 @@ from relayrun.tokens.readers.contents import file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.file_ranges import file_of_range
 from relayrun.tokens.readers.inputs import JSON_LINES, PARQUET, content_fault_now, file_format
-from relayrun.tokens.readers.json_csv import plain_texts
 from relayrun.tokens.readers.texts import PackedTexts, find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
@@ -64,6 +63,8 @@ def read_column(
 def texts_of_content(content: bytes, path: str, column: str, *, most: int, scratch: str) -> list[bytes | None]:
     """Return the texts and nulls of a file with this content, in UTF-8. Raises an Exception if `read_column` has to
     look: anything is wrong with the file, or its texts have more than `most` bytes."""
+    from relayrun.tokens.readers.json_csv import plain_texts  # on demand: shards and parquet need no orjson
+
     form = file_format(path)
     texts = plain_texts(content, path, column, most) if form is JSON_LINES else None
     if texts is None:
