@@ -86,5 +86,5 @@ def test_a_window_of_a_stream_ends_with_one_token() -> None:
     settings = DocumentWindowSection(window=8, eos=True, packing="split")
     shape = SampleShape.from_settings(settings, seq_length=8, eod=3, vocabulary_size=100, where="x")
     samples = LaneSamples(shape)
-    samples.add(np.arange(10, 16, dtype=np.uint32), np.array([2, 4]), last=True)
+    samples.add(np.arange(10, 16, dtype=np.uint32), np.array([2, 4]), np.array([0, 1]), last=True)
     assert samples.row(0).tokens.tolist()[:8] == [10, 11, 3, 12, 13, 14, 15, 3]
