@@ -8,7 +8,7 @@ store, a missing file and a changed file end the run instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -36,32 +36,59 @@ from relayrun.tokens.stores.urls import MissingInput
 
 
 def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
-    """Return a condition for tables of `schema`. Beside a constant with a fraction, integers become doubles, since
-    Arrow would make them floats of 32 bits and refuse those above 2^24."""
+    """Return a condition for tables of `schema`. Raises OverflowError or ArrowException for too large constants."""
     match condition:
         case Compare(left, sign, right):
-            wide = schema if isinstance(left, float) or isinstance(right, float) else None
-            return OPERATORS[sign](_arrow_operand(left, wide), _arrow_operand(right, wide))
+            to = _common_type((left, right), schema)
+            return OPERATORS[sign](_arrow_operand(left, to), _arrow_operand(right, to))
         case Both(left, "and", right):
             return arrow_expression(left, schema) & arrow_expression(right, schema)
         case Both(left, _, right):
             return arrow_expression(left, schema) | arrow_expression(right, schema)
         case InList(item, values):
-            return _arrow_operand(item).isin(pa.array(values))
+            to = _common_type((item, *values), schema)
+            return _arrow_operand(item, to).isin(pa.array([_constant(value, to) for value in values], to))
         case IsNull(item):
             return _arrow_operand(item).is_null()
         case Not(inner):
             return ~arrow_expression(inner, schema)
 
 
-def _arrow_operand(part: ConditionOperand, wide: pa.Schema | None = None) -> pc.Expression:
+def _common_type(parts: Iterable[ConditionOperand], schema: pa.Schema) -> pa.DataType | None:
+    """Return the type in which to compare numbers; None for Arrow's choice, except where that refuses some values:
+    integers above 2^24 beside floats of 32 bits, and integers above 2^63."""
+    types = {_operand_type(part, schema) for part in parts}
+    integers = {kind for kind in types if pa.types.is_integer(kind)}
+    floats = {kind for kind in types if pa.types.is_floating(kind)}
+    if integers | floats != types or not integers:
+        return None
+    return pa.float64() if floats else pa.decimal128(38, 0) if pa.uint64() in integers else None
+
+
+def _operand_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType:
     match part:
         case Variable(name):
-            integers = wide is not None and name in wide.names and pa.types.is_integer(wide.field(name).type)
-            return pc.field(name).cast(pa.float64(), safe=False) if integers else pc.field(name)
+            return schema.field(name).type
+        case TextLength():
+            return pa.int32()
+        case int() if not -(2**63) <= part < 2**63:
+            return pa.uint64()
+    return pa.scalar(part).type
+
+
+def _constant(value: Any, to: pa.DataType | None) -> Any:
+    return float(value) if to == pa.float64() else value
+
+
+def _arrow_operand(part: ConditionOperand, to: pa.DataType | None = None) -> pc.Expression:
+    match part:
+        case Variable(name):
+            value = pc.field(name)
         case TextLength(column):
-            return pc.utf8_length(_arrow_operand(column))
-    return pc.scalar(part)
+            value = pc.utf8_length(_arrow_operand(column))
+        case _:
+            return pc.scalar(pa.scalar(_constant(part, to), to))
+    return value if to is None else value.cast(to, safe=False)
 
 
 class ConditionMisfit(Exception):
