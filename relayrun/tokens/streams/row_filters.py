@@ -8,7 +8,8 @@ store, a missing file and a changed file end the run instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -36,59 +37,43 @@ from relayrun.tokens.stores.urls import MissingInput
 
 
 def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
-    """Return a condition for tables of `schema`. Raises OverflowError or ArrowException for too large constants."""
+    """Return a condition for tables of `schema`. Numbers are compared as decimals and doubles: Arrow refuses integers
+    above 2^24 beside floats of 32 bits, and above 2^63 beside int64. Raises ArrowException for too large constants."""
     match condition:
         case Compare(left, sign, right):
-            to = _common_type((left, right), schema)
-            return OPERATORS[sign](_arrow_operand(left, to), _arrow_operand(right, to))
+            return OPERATORS[sign](_arrow_operand(left, schema), _arrow_operand(right, schema))
         case Both(left, "and", right):
             return arrow_expression(left, schema) & arrow_expression(right, schema)
         case Both(left, _, right):
             return arrow_expression(left, schema) | arrow_expression(right, schema)
         case InList(item, values):
-            to = _common_type((item, *values), schema)
-            return _arrow_operand(item, to).isin(pa.array([_constant(value, to) for value in values], to))
+            inside, to = _arrow_operand(item, schema), _number_type(item, schema)
+            if to is None:
+                return inside.isin(pa.array(values))
+            to = pa.float64() if float in map(type, values) else to
+            return inside.cast(to).isin(pa.array(values, to))
         case IsNull(item):
-            return _arrow_operand(item).is_null()
+            return pc.field(item.name).is_null()
         case Not(inner):
             return ~arrow_expression(inner, schema)
 
 
-def _common_type(parts: Iterable[ConditionOperand], schema: pa.Schema) -> pa.DataType | None:
-    """Return the type in which to compare numbers; None for Arrow's choice, except where that refuses some values:
-    integers above 2^24 beside floats of 32 bits, and integers above 2^63."""
-    types = {_operand_type(part, schema) for part in parts}
-    integers = {kind for kind in types if pa.types.is_integer(kind)}
-    floats = {kind for kind in types if pa.types.is_floating(kind)}
-    if integers | floats != types or not integers:
-        return None
-    return pa.float64() if floats else pa.decimal128(38, 0) if pa.uint64() in integers else None
+def _number_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType | None:
+    """Return the type in which to compare a number; None for other columns."""
+    kind = schema.field(part.name).type if isinstance(part, Variable) else pa.int32()
+    return pa.float64() if pa.types.is_floating(kind) else pa.decimal128(20, 0) if pa.types.is_integer(kind) else None
 
 
-def _operand_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType:
+def _arrow_operand(part: ConditionOperand, schema: pa.Schema) -> pc.Expression:
     match part:
         case Variable(name):
-            return schema.field(name).type
-        case TextLength():
-            return pa.int32()
-        case int() if not -(2**63) <= part < 2**63:
-            return pa.uint64()
-    return pa.scalar(part).type
-
-
-def _constant(value: Any, to: pa.DataType | None) -> Any:
-    return float(value) if to == pa.float64() else value
-
-
-def _arrow_operand(part: ConditionOperand, to: pa.DataType | None = None) -> pc.Expression:
-    match part:
-        case Variable(name):
-            value = pc.field(name)
+            to = _number_type(part, schema)
+            return pc.field(name) if to is None else pc.field(name).cast(to)
         case TextLength(column):
-            value = pc.utf8_length(_arrow_operand(column))
-        case _:
-            return pc.scalar(pa.scalar(_constant(part, to), to))
-    return value if to is None else value.cast(to, safe=False)
+            return pc.utf8_length(pc.field(column.name))
+        case int() if not isinstance(part, bool):
+            return pc.scalar(pa.scalar(Decimal(part)))
+    return pc.scalar(part)
 
 
 class ConditionMisfit(Exception):

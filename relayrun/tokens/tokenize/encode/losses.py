@@ -44,7 +44,7 @@ class LossCounter:
         entries, steps = vocabulary_and_merges(definition)[0], [known.get("normalizer"), known.get("pre_tokenizer")]
         in_letters = '"ByteLevel"' in json.dumps(steps) and has_every_byte(entries, in_pieces=False)
         covers_all = in_letters or (model.get("byte_fallback") and has_every_byte(entries, in_pieces=True))
-        self._lost: dict[str, bool] = {}
+        self._is_lost = functools.cache(self._loses)
         self._drops = kind == "BPE" and self._unknown is None and not covers_all
 
     def count(self, texts: PackedTexts, encoded: Encoded) -> Counter[str]:
@@ -64,14 +64,10 @@ class LossCounter:
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_str(self._definition)
 
-    def _is_lost(self, letter: str) -> bool:
-        if letter not in self._lost:
-            seen = unicodedata.category(letter)[0] in "LNPS"
-            self._lost[letter] = seen and self._encodes_less(letter)
-        return self._lost[letter]
-
-    def _encodes_less(self, letter: str) -> bool:
+    def _loses(self, letter: str) -> bool:
         """Return whether a letter, or one of its bytes, has no token; a sign of a space before it does not count."""
+        if unicodedata.category(letter)[0] not in "LNPS":
+            return False
         first, then = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
         tokens = self._tokenizer.encode(letter, add_special_tokens=False).tokens
         text = letter if first is None else first.normalize_str(letter)
