@@ -231,7 +231,7 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
             words = f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}"
             raise ConfigError(words, where=f"{where}, {path}")
     if condition is not None:
-        _filtered(schema.empty_table(), condition, f"stream.filters {stream.filters!r}", where)
+        _filtered(schema.empty_table(), condition, f"stream.filters {stream.filters!r:.200}", where)
 
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:

@@ -84,7 +84,12 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
     """Return Arrow's decision for a row of JSON; None if a missing value leaves it open. Raises ConditionMisfit."""
     match condition:
         case Compare(left, sign, right):
-            return _compare_values(_operand_value(left, row), sign, _operand_value(right, row))
+            first, second = _operand_value(left, row), _operand_value(right, row)
+            if first is None or second is None:
+                return None
+            if (kind := _value_kind(first)) != (other := _value_kind(second)):
+                raise ConditionMisfit(f"{first!r:.40} {sign} {second!r:.40} compares {kind} with {other}")
+            return bool(OPERATORS[sign](first, second))
         case Both(left, "and", right):
             both = row_fulfils(left, row), row_fulfils(right, row)
             return False if False in both else None if None in both else True
@@ -99,16 +104,6 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
         case Not(inner):
             opposite = row_fulfils(inner, row)
             return None if opposite is None else not opposite
-
-
-def _compare_values(left: Any, sign: str, right: Any) -> bool | None:
-    if left is None or right is None:
-        return None
-    if _value_kind(left) != _value_kind(right):
-        raise ConditionMisfit(
-            f"{left!r:.40} {sign} {right!r:.40} compares {_value_kind(left)} with {_value_kind(right)}"
-        )
-    return bool(OPERATORS[sign](left, right))
 
 
 def _operand_value(part: ConditionOperand, row: Mapping[str, Any]) -> Any:

@@ -246,13 +246,16 @@ def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wh
         return None
     if named is not None:
         return named
-    try:
-        return _usual_eos(tokenizer, where)
-    except InputError as error:
-        if append_eod == "yes":
-            raise
-        log.warning("no token will stand between documents: %s", error.message)
-        return None
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    found = [token for token in _USUAL_EOS if token in special]
+    if len(found) == 1:
+        return found[0]
+    what = f"has several that could be it: {', '.join(found)}" if found else "names none"
+    words = f"which token ends a document? The tokenizer {what}"
+    if append_eod == "yes":
+        raise InputError(words, where=where, hint="name it with --eos-token")
+    log.warning("no token will stand between documents: %s", words)
+    return None
 
 
 def _from_file(file: Path, data: bytes, eos: str | None, bos: str | None, listed: Any) -> _FoundTokenizer:
@@ -262,7 +265,7 @@ def _from_file(file: Path, data: bytes, eos: str | None, bos: str | None, listed
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         refuse_unconvertible(file)
-        hint = "fetch it again, or save it again with the library that made it"
+        hint = "fetch or save it again; a vocab.json, .gguf or tekken.json has to be converted to a tokenizer.json"
         raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file, hint=hint) from None
     try:
         new = {int(id_): AddedToken(**token) for id_, token in (listed or {}).items()}
@@ -311,12 +314,3 @@ def _read_configured(folder: Path, setting: str) -> Any:
         if isinstance(value, dict if setting == "added_tokens_decoder" else str):
             return value
     return None
-
-
-def _usual_eos(tokenizer: Tokenizer, where: str | os.PathLike[str]) -> str:
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    found = [token for token in _USUAL_EOS if token in special]
-    if len(found) == 1:
-        return found[0]
-    what = f"has several that could be it: {', '.join(found)}" if found else "names none"
-    raise InputError(f"which token ends a document? The tokenizer {what}", where=where, hint="name it with --eos-token")
