@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from relayrun.config.sections.conditions import condition_columns, parse_row_condition
-from relayrun.tokens.streams.row_filters import arrow_expression
+from relayrun.tokens.streams.row_filters import arrow_expression, row_fulfils
 
 ROWS = pa.table(
     {
@@ -40,6 +40,34 @@ ROWS = pa.table(
 def test_a_condition_keeps_the_rows_that_it_means(text: str, kept: list[int]) -> None:
     table = ROWS.append_column("row", pa.array(range(5)))
     assert table.filter(arrow_expression(parse_row_condition(text), table.schema))["row"].to_pylist() == kept
+
+
+NUMBERS = pa.table(
+    {
+        "i8": pa.array([-1, 0, 1, 127, None], pa.int8()),
+        "i64": pa.array([-(2**63), 2**24 + 1, 1, 2**63 - 1, None], pa.int64()),
+        "u64": pa.array([0, 2**63, 1, 2**64 - 1, None], pa.uint64()),
+        "f32": pa.array([0.5, 2.0**24, 1.0, 2.0**62, None], pa.float32()),
+        "f64": pa.array([-0.5, 2.0**24, 1.0, 2.0**60, None], pa.float64()),
+        "text": ["", "a", "bb", "ccc", None],
+    }
+)
+OPERANDS = [*NUMBERS.column_names[:-1], "utf8_length(text)"]
+CONSTANTS = ["-1", "0", "16777217", "9223372036854775808", "18446744073709551615", "99999999999999999999", "1.5"]
+LISTS = ["[-1, 1]", "[1.5, 16777217]", "[9223372036854775808, 0]", "[99999999999999999999, 18446744073709551615]"]
+
+
+@pytest.mark.parametrize("left", OPERANDS)
+def test_numbers_of_all_types_are_compared_by_their_values(left: str) -> None:
+    """Arrow would refuse integers above 2^24 beside floats of 32 bits, and above 2^63 beside signed integers."""
+    row_numbers = pa.array(range(5))
+    rights = [f"{sign} {right}" for sign in ("==", "!=", "<", ">=") for right in [*OPERANDS, *CONSTANTS]]
+    for text in [
+        f"{left} {right}" for right in [*rights, *(f"in {values}" for values in LISTS[: 2 if left[0] == "f" else 4])]
+    ]:
+        condition, table = parse_row_condition(text), NUMBERS.append_column("row", row_numbers)
+        kept = table.filter(arrow_expression(condition, table.schema))["row"].to_pylist()
+        assert kept == [at for at, row in enumerate(NUMBERS.to_pylist()) if row_fulfils(condition, row)], text
 
 
 @pytest.mark.parametrize(

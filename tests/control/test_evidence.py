@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.failure_reason import FailureReason, fatal_reason, first_failure_text, log_excerpt
 from relayrun.control.rundir.plan import Plan
@@ -178,3 +180,30 @@ def test_a_node_that_is_found_unfit_does_not_end_the_chain_whatever_words_it_is_
     words = "UnhealthyNode: ranks cannot train on n0: cannot be written: /tmp: Permission denied"
     assert fatal("", [failure(0, words)], ntasks=1, nodes=1) is None
     assert fatal("", [failure(0, "PermissionError: [Errno 13] Permission denied: 'x'")], ntasks=1, nodes=1) is not None
+
+
+HOOK = "hook my.probes:Boom, after_step: RuntimeError: boom at 7 (/team/my/probes.py, line 6)"
+
+
+@pytest.mark.parametrize(
+    ("error", "log"),
+    [
+        (f"HookFailed: {HOOK}", f"error: {HOOK}\n"),
+        (f"HookFailed: {HOOK.replace('boom', 'boom ' * 200)}", ""),
+        ("NotFound: x\nat y", TRACEBACK.replace("KeyError: 'layout'", "mylib.store.NotFound: x\nat y")),
+    ],
+    ids=["hook", "long", "qualified"],
+)
+def test_the_place_of_an_error_that_a_rank_recorded_is_seen(tmp_path: Path, error: str, log: str) -> None:
+    run = Run(tmp_path)
+    plan = replace(history_plan(run, total_steps=10), trainer="command", trainer_settings={"run": ["true"]})
+    for number in (1, 2):
+        record = run.attempt(number).failures / "rank-0000.json"
+        record.parent.mkdir(parents=True)
+        failure(0, error.replace("at 7", f"at {number}")).write(record)
+        assert end_of(run, plan, number, log).same == (number == 2)
+    moved = error.replace("line 6", "line 7")
+    record = run.attempt(3).failures / "rank-0000.json"
+    record.parent.mkdir(parents=True)
+    failure(0, moved).write(record)
+    assert end_of(run, plan, 3, log.replace("line 9", "line 10")).same is False

@@ -384,6 +384,7 @@ CASES = [
     Case("checkout-missing", foreign("megatron-lm", megatron_lm={"dir": "/no/checkout"})),
     # types
     Case("steps-no-number", settings(training={"steps": "many"}), line=True),
+    Case("precision-of-megatron-lm", settings(training={"precision": "fp16"}), line=True),
     Case("steps-zero", settings(training={"steps": 0}), line=True),
     Case("yaml-broken", text("data: {a: [1, 2}\n"), line=True),
     Case("yaml-twice", text("name: again\n"), line=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
@@ -84,6 +84,38 @@ def test_a_tokenizer_of_bytes_loses_nothing(tmp_path: Path) -> None:
     losses = LossCounter(definition).count(texts, encoded)
     assert describe_losses(losses, 10) is None
     assert not losses
+
+
+def losses_of(tokenizer: Tokenizer, text: str) -> dict[str, int]:
+    texts = PackedTexts.of([text])
+    return dict(LossCounter(tokenizer.to_str()).count(texts, HuggingFaceEngine(tokenizer).encode(texts)))
+
+
+@pytest.mark.parametrize("spaces", ["as letters", "in front", "as a normalizer"])
+def test_bytes_that_the_vocabulary_lacks_are_counted(spaces: str) -> None:
+    """`tokenizers` trains a byte-level BPE on the bytes that it sees, unless the alphabet is given."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaces == "in front")
+    if spaces == "as a normalizer":
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.ByteLevel(), pre_tokenizers.Split(" ", "isolated")
+    tokenizer.train_from_iterator(["hello cafã nave " * 5], trainers.BpeTrainer())
+    assert losses_of(tokenizer, "hello cafã nave") == {}
+    # one of the two bytes of each accented letter is known, and decodes to none
+    assert losses_of(tokenizer, "café naïve hello QUX 123") == {"lost letters": 8}
+    tokenizer.add_tokens([AddedToken("é", normalized=False)])
+    assert losses_of(tokenizer, "café") == {}
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_pieces_of_bytes_that_the_vocabulary_lacks_are_counted(front: bool) -> None:
+    letters = {letter: number for number, letter in enumerate(["\u2581", *"acfehlo", "<0xC3>", "<0xA9>"])}
+    tokenizer = Tokenizer(models.BPE(letters, [], byte_fallback=True))
+    if front:  # of every letter alone, too: the sign in front has an id
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    assert losses_of(tokenizer, "café hello QUXï 123") == {"lost letters": 7}
+    more = [f"<0x{byte:02X}>" for byte in range(256)]
+    whole = letters | {piece: 10 + number for number, piece in enumerate(more)}
+    assert losses_of(Tokenizer(models.BPE(whole, [], byte_fallback=True)), "QUXï 123") == {}
 
 
 def test_status_and_verify_tell_what_a_tokenizer_loses(tmp_path: Path) -> None:

@@ -361,7 +361,9 @@ def test_what_the_files_do_not_have_is_refused_before_a_run(tmp_path: Path) -> N
     cases: list[tuple[dict[str, Any], str]] = [
         ({"column": "content"}, "no column 'content'; there are: text, number, even"),
         ({"filters": "score > 1"}, "stream.filters: no column 'score'"),
-        ({"filters": "number == 'a'"}, "stream.filters does not fit the columns"),
+        ({"filters": "number == 'a'"}, """stream.filters "number == 'a'" does not fit the columns"""),
+        ({"filters": f"number > {10**400}"}, "stream.filters 'number > 1000+ does not fit the columns"),
+        ({"filters": f"number in [0.5, {10**400}]"}, "does not fit the columns"),
     ]
     for options, words in cases:
         with pytest.raises((InputError, ConfigError), match=words):

@@ -306,8 +306,7 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         message = "this setting is missing"
     elif "input" in detail and not isinstance(detail["input"], dict) and may_be_shown(location):
         message += f", not {detail['input']!r}"
-    prefix = f"{place}: " if place else ""
-    return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+    return ": ".join(filter(None, [place, name, message]))
 
 
 TRANSFORMER_FIELDS = Path(__file__).with_name("transformer_fields.yaml")
@@ -359,7 +358,8 @@ def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) ->
         return f"change {' or '.join(places)}" if places else "`relayrun explain` says what the settings mean"
     while len(location) > 1 and location[-1] not in _fields_at(location[:-1], kind):
         location = location[:-1]
-    return f"`relayrun explain {'.'.join(location)}` says what it takes"
+    more = "; trainer megatron-lm has more" if location in (("training", "precision"), ("optimizer", "name")) else ""
+    return f"`relayrun explain {'.'.join(location)}` says what it takes{more}"
 
 
 def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:

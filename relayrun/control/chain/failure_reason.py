@@ -39,6 +39,10 @@ _TROUBLE = re.compile(
     r"|[\w.]*(?:Error|Exception)\b|.*: (?:No such file or directory|Permission denied|command not found)$",
     re.I,
 )
+_MODULES = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
+"""Modules before the name of an exception: a traceback has them, a rank's record does not."""
+_PLACE = re.compile(r"\((?:[^()]*/)?([^()/]+), line (\d+)\)\s*$")
+"""File and line at the end of an error of a user's code, whose traceback is not in the log."""
 _TYPED = re.compile(r"(?:FatalTrainingError|ConfigError): ")
 
 
@@ -146,9 +150,10 @@ def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankF
     more = plan.chain.failure_signatures
     first, said = error_lines.first_failure(log, failures), first_cause(log, more)
     if isinstance(first, RankFailure):
-        place = said.place if said is not None and said.words in (first.error, one_line(first.error)) else ""
-        signature = classify(first.error, more)
-        return Statement(line=0, words=one_line(first.error), signature=signature, place=place, rank=first.rank)
+        words, named = one_line(first.error), _PLACE.search(first.error)
+        alike = said is not None and words.startswith(_MODULES.sub("", said.words))
+        place = said.place if said is not None and alike else f"{named[1]}:{named[2]}" if named else ""
+        return Statement(line=0, words=words, signature=classify(first.error, more), place=place, rank=first.rank)
     started = attempt.read_begin()
     if (said is None or said.secondary or said.name in ENDS) and started is not None:
         others = [log_tail(stdout_beside(started.log), since=started.output_offset)]

@@ -217,7 +217,7 @@ def _typed(values: Sequence[str | None]) -> list[str | int | None]:
 def _filtered(table: pa.Table, condition: Condition, setting: str, where: str) -> pa.Table:
     try:
         return table.filter(arrow_expression(condition, table.schema))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise ConfigError(f"{setting} does not fit the columns: {str(error).splitlines()[0]}", where=where) from None
 
 
@@ -231,7 +231,7 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
             words = f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}"
             raise ConfigError(words, where=f"{where}, {path}")
     if condition is not None:
-        _filtered(schema.empty_table(), condition, "stream.filters", where)
+        _filtered(schema.empty_table(), condition, f"stream.filters {stream.filters!r:.200}", where)
 
 
 def _try_lines(path: str, stream: StreamSection, where: str) -> None:

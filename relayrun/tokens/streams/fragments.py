@@ -223,10 +223,10 @@ class FragmentReader:
             chosen = chosen[np.asarray(reasons.is_null(), np.bool_)]
         if self._filter is not None and len(chosen):
             asked = rows.select(self._columns).append_column(_ROW_COLUMN, integers_to_arrow(np.arange(len(rows))))
-            condition = arrow_expression(self._filter, asked.schema)
             try:
+                condition = arrow_expression(self._filter, asked.schema)
                 kept = asked.take(integers_to_arrow(chosen)).filter(condition)[_ROW_COLUMN]
-            except pa.ArrowException as error:
+            except (pa.ArrowException, OverflowError) as error:
                 raise FatalTrainingError(
                     f"stream.filters does not fit the columns of some files: {str(error).splitlines()[0]}",
                     hint="write the columns alike in all files, or mend the filter",

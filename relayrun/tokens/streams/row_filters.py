@@ -9,6 +9,7 @@ store, a missing file and a changed file end the run instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -36,31 +37,42 @@ from relayrun.tokens.stores.urls import MissingInput
 
 
 def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
-    """Return a condition for tables of `schema`. Beside a constant with a fraction, integers become doubles, since
-    Arrow would make them floats of 32 bits and refuse those above 2^24."""
+    """Return a condition for tables of `schema`. Numbers are compared as decimals and doubles: Arrow refuses integers
+    above 2^24 beside floats of 32 bits, and above 2^63 beside int64. Raises ArrowException for too large constants."""
     match condition:
         case Compare(left, sign, right):
-            wide = schema if isinstance(left, float) or isinstance(right, float) else None
-            return OPERATORS[sign](_arrow_operand(left, wide), _arrow_operand(right, wide))
+            return OPERATORS[sign](_arrow_operand(left, schema), _arrow_operand(right, schema))
         case Both(left, "and", right):
             return arrow_expression(left, schema) & arrow_expression(right, schema)
         case Both(left, _, right):
             return arrow_expression(left, schema) | arrow_expression(right, schema)
         case InList(item, values):
-            return _arrow_operand(item).isin(pa.array(values))
+            inside, to = _arrow_operand(item, schema), _number_type(item, schema)
+            if to is None:
+                return inside.isin(pa.array(values))
+            to = pa.float64() if float in map(type, values) else to
+            return inside.cast(to).isin(pa.array(values, to))
         case IsNull(item):
-            return _arrow_operand(item).is_null()
+            return pc.field(item.name).is_null()
         case Not(inner):
             return ~arrow_expression(inner, schema)
 
 
-def _arrow_operand(part: ConditionOperand, wide: pa.Schema | None = None) -> pc.Expression:
+def _number_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType | None:
+    """Return the type in which to compare a number; None for other columns."""
+    kind = schema.field(part.name).type if isinstance(part, Variable) else pa.int32()
+    return pa.float64() if pa.types.is_floating(kind) else pa.decimal128(20, 0) if pa.types.is_integer(kind) else None
+
+
+def _arrow_operand(part: ConditionOperand, schema: pa.Schema) -> pc.Expression:
     match part:
         case Variable(name):
-            integers = wide is not None and name in wide.names and pa.types.is_integer(wide.field(name).type)
-            return pc.field(name).cast(pa.float64(), safe=False) if integers else pc.field(name)
+            to = _number_type(part, schema)
+            return pc.field(name) if to is None else pc.field(name).cast(to)
         case TextLength(column):
-            return pc.utf8_length(_arrow_operand(column))
+            return pc.utf8_length(pc.field(column.name))
+        case int() if not isinstance(part, bool):
+            return pc.scalar(pa.scalar(Decimal(part)))
     return pc.scalar(part)
 
 
@@ -72,7 +84,12 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
     """Return Arrow's decision for a row of JSON; None if a missing value leaves it open. Raises ConditionMisfit."""
     match condition:
         case Compare(left, sign, right):
-            return _compare_values(_operand_value(left, row), sign, _operand_value(right, row))
+            first, second = _operand_value(left, row), _operand_value(right, row)
+            if first is None or second is None:
+                return None
+            if (kind := _value_kind(first)) != (other := _value_kind(second)):
+                raise ConditionMisfit(f"{first!r:.40} {sign} {second!r:.40} compares {kind} with {other}")
+            return bool(OPERATORS[sign](first, second))
         case Both(left, "and", right):
             both = row_fulfils(left, row), row_fulfils(right, row)
             return False if False in both else None if None in both else True
@@ -87,16 +104,6 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
         case Not(inner):
             opposite = row_fulfils(inner, row)
             return None if opposite is None else not opposite
-
-
-def _compare_values(left: Any, sign: str, right: Any) -> bool | None:
-    if left is None or right is None:
-        return None
-    if _value_kind(left) != _value_kind(right):
-        raise ConditionMisfit(
-            f"{left!r:.40} {sign} {right!r:.40} compares {_value_kind(left)} with {_value_kind(right)}"
-        )
-    return bool(OPERATORS[sign](left, right))
 
 
 def _operand_value(part: ConditionOperand, row: Mapping[str, Any]) -> Any:

@@ -285,9 +285,8 @@ def _read_table(
         table = file.read_row_groups([*groups], wanted, use_threads=False).slice(0, fragment.rows)
     table = table.append_column("__index_in_fragment", pa.array(np.arange(len(table))))
     if condition is not None:
-        table = table.filter(arrow_expression(condition, table.schema)).sort_by(
-            "__index_in_fragment"
-        )  # Arrow promises no order
+        kept_rows = table.filter(arrow_expression(condition, table.schema))
+        table = kept_rows.sort_by("__index_in_fragment")  # Arrow promises no order
     if columns is not None:
         table = table.select([*names, *kept]).rename_columns([*columns, *kept])
     elif not traces:

@@ -101,9 +101,7 @@ def plan_engine(definition: str) -> EnginePlan | None:
     plan = _pieces(known) if in_pieces else _byte_level(known)
     if plan is None:
         return None
-    letters = _BYTE_PIECES if in_pieces else BYTE_LETTERS
-    begun = "," + entries  # a name follows a comma: after an escaped quote it would be the end of another name
-    if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
+    if not has_every_byte(entries, in_pieces=in_pieces):
         return None
     if in_pieces:
         return None if _merges_bytes(merges) else plan
@@ -122,6 +120,13 @@ for _letter in _LETTERS:
     if ord(_letter) > 0x7F:
         _TWO_BYTES[tuple(_letter.encode())] = True
 _ONE_BYTE = bytes(range(0x21, 0x7F))
+
+
+def has_every_byte(entries: str, *, in_pieces: bool) -> bool:
+    """Return whether a vocabulary has the tokens of all bytes: `ByteLevel`'s letters, or pieces like `<0x0A>`."""
+    begun = "," + entries  # a name follows a comma: after an escaped quote it would be the end of another name
+    letters = _BYTE_PIECES if in_pieces else BYTE_LETTERS
+    return all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters)
 
 
 def _foreign(entries: str) -> tuple[str, ...] | None:

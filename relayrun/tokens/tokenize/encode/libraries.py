@@ -142,10 +142,8 @@ class ByteEngine:
     def __init__(self, definition: str) -> None:
         self.routed = 0
         model = json.loads(definition)["model"]
-        unknown = model["vocab"].get(model["unk_token"])
-        ids = [model["vocab"].get(letter, unknown) for letter in byte_letters()]
-        # None: bytes that never occur in UTF-8
-        self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)
+        unknown = model["vocab"].get(model["unk_token"], 0)  # 0: bytes that never occur in UTF-8
+        self._ids = np.array([model["vocab"].get(letter, unknown) for letter in byte_letters()], np.uint32)
 
     def encode(self, texts: PackedTexts) -> Encoded:
         return self._ids[texts.used], texts.sizes

@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.tokens.readers.texts import PackedTexts
-from relayrun.tokens.tokenize.encode.libraries import Encoded, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.families import has_every_byte
+from relayrun.tokens.tokenize.encode.libraries import Encoded, parse_without_vocabulary, vocabulary_and_merges
 
 UNKNOWN_IDS, LOST_LETTERS, LOST_DOCUMENTS = "unknown ids", "lost letters", "lost documents"
 """Counts of losses: a letter is a digit or a sign, too; texts of blanks alone do not count."""
@@ -40,8 +41,10 @@ class LossCounter:
         name, kind = model.get("unk_token"), model.get("type")
         entry = re.search(re.escape(json.dumps(name, ensure_ascii=False)) + r":(\d+)", definition) if name else None
         self._unknown = model.get("unk_id") if kind == "Unigram" else int(entry[1]) if entry else None
-        covers_all = model.get("byte_fallback") or '"type":"ByteLevel"' in json.dumps(known, separators=(",", ":"))
-        self._lost: dict[str, bool] = {}
+        entries, steps = vocabulary_and_merges(definition)[0], [known.get("normalizer"), known.get("pre_tokenizer")]
+        in_letters = '"ByteLevel"' in json.dumps(steps) and has_every_byte(entries, in_pieces=False)
+        covers_all = in_letters or (model.get("byte_fallback") and has_every_byte(entries, in_pieces=True))
+        self._is_lost = functools.cache(self._loses)
         self._drops = kind == "BPE" and self._unknown is None and not covers_all
 
     def count(self, texts: PackedTexts, encoded: Encoded) -> Counter[str]:
@@ -61,8 +64,13 @@ class LossCounter:
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_str(self._definition)
 
-    def _is_lost(self, letter: str) -> bool:
-        if letter not in self._lost:
-            seen = unicodedata.category(letter)[0] in "LNPS"
-            self._lost[letter] = seen and not self._tokenizer.encode(letter, add_special_tokens=False).ids
-        return self._lost[letter]
+    def _loses(self, letter: str) -> bool:
+        """Return whether a letter, or one of its bytes, has no token; a sign of a space before it does not count."""
+        if unicodedata.category(letter)[0] not in "LNPS":
+            return False
+        first, then = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        tokens = self._tokenizer.encode(letter, add_special_tokens=False).tokens
+        text = letter if first is None else first.normalize_str(letter)
+        pieces = [text] if then is None else [piece for piece, _ in then.pre_tokenize_str(text)]
+        found, wanted = (len("".join(parts).strip("\u0120\u2581")) for parts in (tokens, pieces))
+        return not tokens or (letter not in tokens and found < wanted)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from relayrun.control.trainers.pickle_records import no_collection
@@ -155,14 +155,13 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         return _prepare(_convert_or_fetch(path, file, options), options)
-    data = file.read_bytes()
-    eos, bos = _configured_tokens(file.parent)
-    asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
+    data, configured = file.read_bytes(), [_read_configured(file.parent, name) for name in _CONFIGURED]
+    asked = (options.eos_token, options.append_eod, options.bos, options.special_text, *configured)
     key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
     if (known := read_cache("tokenizers", key)) is not None:
         first, _, definition = known.decode().partition("\n")
         return DocumentTokenizer(definition=definition, **json.loads(first))
-    return _prepare(_FoundTokenizer(_from_file(file, data), eos, bos), options, key)
+    return _prepare(_from_file(file, data, *configured), options, key)
 
 
 @dataclass(frozen=True)
@@ -189,10 +188,8 @@ def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _Foun
     here = tokenizer_files.check_hub(name, options.cache_dir)
     # the file itself, as from a folder: transformers' classes may put their own normalizer or splitting in its place
     if (folder := tokenizer_files.fetch_tokenizer_json(name, options.cache_dir, only_here=here)) is not None:
-        eos, bos = _configured_tokens(folder)
-        tokenizer = _from_file(folder / "tokenizer.json", (folder / "tokenizer.json").read_bytes())
-        if eos is None or tokenizer.token_to_id(eos) is not None:  # else transformers adds the token
-            return _FoundTokenizer(tokenizer, eos, bos)
+        file = folder / "tokenizer.json"
+        return _from_file(file, file.read_bytes(), *(_read_configured(folder, name) for name in _CONFIGURED))
     return _from_transformers(name, options.cache_dir, only_here=here)
 
 
@@ -249,22 +246,38 @@ def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wh
         return None
     if named is not None:
         return named
-    try:
-        return _usual_eos(tokenizer, where)
-    except InputError as error:
-        if append_eod == "yes":
-            raise
-        log.warning("no token will stand between documents: %s", error.message)
-        return None
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    found = [token for token in _USUAL_EOS if token in special]
+    if len(found) == 1:
+        return found[0]
+    what = f"has several that could be it: {', '.join(found)}" if found else "names none"
+    words = f"which token ends a document? The tokenizer {what}"
+    if append_eod == "yes":
+        raise InputError(words, where=where, hint="name it with --eos-token")
+    log.warning("no token will stand between documents: %s", words)
+    return None
 
 
-def _from_file(file: Path, data: bytes) -> Tokenizer:
+def _from_file(file: Path, data: bytes, eos: str | None, bos: str | None, listed: Any) -> _FoundTokenizer:
+    """Load a tokenizer.json. If the configuration alone lists its EOS or BOS, `listed` tokens are added, as by
+    transformers, unless that would give them other ids."""
     try:
-        return Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         refuse_unconvertible(file)
-        hint = "fetch it again, or save it again with the library that made it"
+        hint = "fetch or save it again; a vocab.json, .gguf or tekken.json has to be converted to a tokenizer.json"
         raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file, hint=hint) from None
+    try:
+        new = {int(id_): AddedToken(**token) for id_, token in (listed or {}).items()}
+        new = {id_: new[id_] for id_ in sorted(new) if tokenizer.token_to_id(new[id_].content) is None}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError("added_tokens_decoder lists no tokens by id", where=file.parent) from None
+    if {eos, bos} & {token.content for token in new.values()}:
+        more = Tokenizer.from_buffer(data)
+        for token in new.values():
+            (more.add_special_tokens if token.special else more.add_tokens)([token])
+        tokenizer = more if all(more.token_to_id(token.content) == id_ for id_, token in new.items()) else tokenizer
+    return _FoundTokenizer(tokenizer, eos, bos)
 
 
 def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = False) -> _FoundTokenizer:
@@ -285,30 +298,19 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
     return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
 
 
-def _configured_tokens(folder: Path) -> tuple[str | None, str | None]:
-    """Return the EOS and the BOS that the configuration of a tokenizer names."""
-    return _read_configured_token(folder, "eos_token"), _read_configured_token(folder, "bos_token")
+_CONFIGURED = ("eos_token", "bos_token", "added_tokens_decoder")
 
 
-def _read_configured_token(folder: Path, name_of_token: str) -> str | None:
-    """Read `eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
+def _read_configured(folder: Path, setting: str) -> Any:
+    """Read a setting of a tokenizer, as transformers writes it; a token is text, or an object with `content`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get(name_of_token)
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get(setting)
         except FileNotFoundError:
             continue
         except (ValueError, AttributeError):
             raise InputError("not a JSON object", where=folder / name) from None
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            return text
+        value = value.get("content", value) if isinstance(value, dict) else value
+        if isinstance(value, dict if setting == "added_tokens_decoder" else str):
+            return value
     return None
-
-
-def _usual_eos(tokenizer: Tokenizer, where: str | os.PathLike[str]) -> str:
-    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    found = [token for token in _USUAL_EOS if token in special]
-    if len(found) == 1:
-        return found[0]
-    what = f"has several that could be it: {', '.join(found)}" if found else "names none"
-    raise InputError(f"which token ends a document? The tokenizer {what}", where=where, hint="name it with --eos-token")

@@ -188,7 +188,8 @@ def check_hub(name: str, cache_dir: str | None) -> bool:
         why = f"{constants.ENDPOINT} does not answer ({first_line(error)}), and {copies} has no copy"
     if any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES):
         return True
-    raise _not_on_hub_error(name, why)
+    hint = "; ".join(filter(None, [did_you_mean_path(name), USUAL_HINT]))
+    raise InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
 
 
 def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -> Path | None:
@@ -204,11 +205,6 @@ def fetch_tokenizer_json(name: str, cache_dir: str | None, *, only_here: bool) -
             if not found:
                 return None
     return Path(found[0]).parent
-
-
-def _not_on_hub_error(name: str, why: str) -> InputError:
-    hint = "; ".join(filter(None, [did_you_mean_path(name), USUAL_HINT]))
-    return InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
 
 
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
