@@ -160,9 +160,24 @@ def test_common_endings_are_read(tmp_path: Path) -> None:
         ("wiki.valid.jsonl", "validation"),
         ("test/0.parquet", "test"),
         ("split=dev/0.parquet", "validation"),
-        ("the-test-of-time-3.jsonl", None),
+        ("eval_set/0.jsonl", "test"),
+        ("validation_set/0.jsonl", "validation"),
+        ("dev2/0.jsonl", "validation"),
+        ("devtest/0.jsonl", "validation"),
+        ("testsplit/0.jsonl", "test"),
+        ("subset=test/0.parquet", "test"),
+        ("testset.jsonl", "test"),
+        ("test1.jsonl", "test"),
+        ("web_test_v2.jsonl", "test"),
+        ("webTestSet.jsonl", "test"),
+        ("x.val.shuf.jsonl", "validation"),
+        ("wiki.test", "test"),
+        ("the-test-of-time-3.jsonl", "test"),  # any word of a file of many documents
+        ("the-test-of-time-3.txt", None),  # a title
         ("latest.jsonl", None),
         ("contest/0.jsonl", None),
+        ("attested/unittest.jsonl", None),
+        ("validated/devices-valley.jsonl", None),
     ],
 )
 def test_the_split_of_a_file_is_seen_in_its_folder_or_name(path: str, split: str | None) -> None:

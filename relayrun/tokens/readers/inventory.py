@@ -50,11 +50,14 @@ _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
 _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 
 
-def held_out_split(path: str) -> str | None:
-    """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
-    *folders, name = path.lower().split("/")
-    words = split_words(os.path.splitext(uncompressed_name(name))[0])
-    return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
+def held_out_split(path: str, *, title: bool = False) -> str | None:
+    """Return the split kept from training that a word of a folder or of the name says; else None. `title`: the name is
+    the one of a document, whose first or last word says it."""
+    folder, name = os.path.split(path)
+    if title or file_format(path) is TEXT:
+        words = split_words(os.path.splitext(uncompressed_name(name))[0])
+        return split_of([*split_words(folder), *words[:1], *words[-1:]])
+    return split_of(split_words(path))
 
 
 def find_data_files(
@@ -131,7 +134,7 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
 
         with contextlib.suppress(OSError, ValueError, tarfile.TarError, RelayrunError), open(path, "rb") as raw:
             for name, _ in itertools.islice(open_members(raw, path), _LOOKED_MEMBERS):
-                if split := held_out_split(name):
+                if split := held_out_split(name, title=True):
                     return split, f"its member {name}"
     return None, ""
 

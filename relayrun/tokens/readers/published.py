@@ -36,19 +36,24 @@ _TEMPORARY = re.compile(r"\.|_(?![^/]*=)|\$recycle\.bin$|cache-[0-9a-f]{16,}.*\.
 """Beginnings of names: of hidden files, caches of Hugging Face's datasets, and deleted files."""
 
 _HELD_OUT = {
-    "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
-    "held-out": {"heldout", "holdout"},
+    split: {word + of for word in words.split() for of in ("", "set", "split", "data", "dev", "test")}
+    for split, words in {
+        "validation": "validation valid val dev",
+        "test": "test testing eval evaluation",
+        "held-out": "heldout holdout",
+    }.items()
 }
-"""Words for the splits that are kept from training."""
+"""Words for the splits that are kept from training, such as `test`, `testset` and `devtest`."""
 
 _LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}.union(*_HELD_OUT.values())
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a path or a filter, without numbers and hashes; `held-out` is one word."""
-    words = re.split(r"[-._/=\s]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text.lower()))
-    return [word for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
+    """Return the words of a path or a filter, without numbers and hashes: `testSet1` is test and set; `held-out` is one
+    word."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", text).lower()
+    words = re.split(r"[\W_]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text))
+    return [word.strip("0123456789") for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*|", word)]
 
 
 def split_of(words: Sequence[str]) -> str | None:
