@@ -317,8 +317,11 @@ def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pyte
     assert "web: left out, hidden or temporary: 1 file (16 bytes): _temporary/0.jsonl" in caplog.text
     assert "web: left out, other content than its name: 1 file" in caplog.text
     write(data, {"test-0.jsonl": LINE[::-1]})
-    assert found("skip-file") == ["a.jsonl", "test-0.jsonl"]
-    assert "web: 1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text
+    with pytest.raises(InputError, match=r"1 file \(16 bytes\) of a test set beside other text: test-0\.jsonl") as bad:
+        found("skip-file")
+    assert "a pattern" in str(bad.value.hint)
+    assert len(inventory.find_data_files(data, dead_links_only=True)) == 3
+    assert "1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text  # other commands name it
 
 
 def test_a_pattern_of_a_stream_finds_what_a_folder_would(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

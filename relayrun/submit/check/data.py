@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -27,6 +28,7 @@ from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.document_packing import document_cut
 from relayrun.tokens.order.remote_shards import freeze_shards
 from relayrun.tokens.order.schedule import Schedule, integer_weights
+from relayrun.tokens.readers.inventory import first_names, held_out_split
 from relayrun.tokens.shards.checks import (
     ALLOW_SETTING,
     MAX_SAMPLED_SHARDS,
@@ -331,9 +333,18 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
 
 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
-    """Say what is tokenized as it is read; how often it is read nobody knows before."""
+    """Say what is tokenized as it is read, and which of it is held out by its name; how often it is read nobody knows
+    before."""
     for name in config.data.streams:
         files = manifest.datasets[name].files
+        paths = [file.path for file in files]
+        front = len(os.path.commonprefix(paths).rpartition("/")[0]) + 1
+        splits = {path[front:]: held_out_split(path[front:]) for path in paths}
+        if len(set(splits.values())) > 1:  # one alone was chosen by the path
+            held = [path for path, split in splits.items() if split]
+            words = f"data set {name!r} takes files of a {splits[held[0]]} set beside others: {first_names(held)}"
+            remedy = "give a path or a pattern that leaves them out, unless they are meant"
+            findings.warn("data.held_out", words, setting="data.mixture", remedy=remedy)
         findings.ok(
             "data.streams",
             f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "

@@ -61,15 +61,26 @@ def held_out_split(path: str, *, title: bool = False) -> str | None:
 
 
 def find_data_files(
-    folder: str | os.PathLike[str], *, names: Sequence[str] | None = None, of: str = "", dead_links_only: bool = False
+    folder: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    of: str = "",
+    dead_links_only: bool = False,
+    refuse_sets: bool = False,
 ) -> list[DataFile]:
     """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
-    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`."""
+    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and with
+    `refuse_sets` of those sets."""
     place = os.fspath(folder)
     there, twins = leave_out_twins(place, take_inventory(place, names=names))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
-    for fault, _, _ in set_faults(place, there):
+    faults = [fault for fault, _, _ in set_faults(place, there)]
+    if faults and refuse_sets:
+        hint = "a pattern names the files that are meant, as FOLDER/**/train*"
+        words = "; ".join(fault.message for fault in faults)
+        raise InputError(words, where=faults[0].where, hint=hint)
+    for fault in faults:
         log.warning("%s%s", of, fault.message)
     return list(there.taken)
 
