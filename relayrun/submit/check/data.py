@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
@@ -38,7 +42,7 @@ from relayrun.tokens.shards.checks import (
 )
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, check_held_out, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
-from relayrun.tokens.shards.shard import ShardRecords
+from relayrun.tokens.shards.shard import ShardRecords, ShardWriter
 from relayrun.tokens.stores.urls import is_url
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -233,7 +237,7 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         remedy = "leave one of them out, or give it more weight if it is meant"
         findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
     _check_frames(config, manifest, findings)
-    _check_overlap(manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
+    _check_overlap(config, manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -291,14 +295,40 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         )
 
 
-def _check_overlap(manifest: Manifest, training: list[str], findings: Findings) -> None:
-    """Say how much of each validation set stands in a sample of the training shards."""
-    for name, shards in manifest.validation.items() if training else ():
-        with findings.catching("data.overlap"):
-            found = measure_overlap([shard.prefix for shard in shards.shards], training, most=_OVERLAP_TOKENS)
-            remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
-            tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
-            tell("data.overlap", f"validation {name!r}: {found}", setting="data.validation", remedy=remedy)
+def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], findings: Findings) -> None:
+    """Say how much of each validation set stands in samples of the training shards and of each stream, and how much of
+    a stream stands in other training data."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [("the training shards", training)] if training else []
+        for name in config.data.streams if manifest.validation or len(config.data.sources) > 1 else ():
+            with findings.catching("data.overlap"):
+                if sample := _write_stream_sample(config, manifest, name, f"{folder}/{len(parts)}"):
+                    parts.append((f"a sample of data set {name!r}", [sample]))
+        sets = manifest.validation.items()
+        held = [(f"validation {name!r}", [shard.prefix for shard in shards.shards]) for name, shards in sets]
+        pairs = [("data.overlap", *pair) for pair in itertools.product(held, parts)]
+        pairs += [("data.doubled", *pair) for pair in itertools.combinations(parts[::-1], 2)]
+        for subject, (what, first), (where, second) in pairs:
+            with findings.catching(subject):
+                found = measure_overlap(first, second, most=_OVERLAP_TOKENS)
+                remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
+                tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+                tell(subject, f"{what}: {found} of {where}", setting="data", remedy=remedy)
+
+
+def _write_stream_sample(config: RunConfig, manifest: Manifest, name: str, prefix: str) -> str | None:
+    """Write the first texts of some files of a stream as a shard; return its prefix, None without a text."""
+    from relayrun.tokens.readers.columns import sample_texts  # pyarrow and tokenizers, as in text_stream
+    from relayrun.tokens.streams.samples import StreamEncoder
+
+    files, column = manifest.datasets[name].files, config.data.streams[name].column
+    texts = sample_texts(column, [file.path for file in files], most_bytes=4 * _OVERLAP_TOKENS)
+    if not len(texts):
+        return None
+    writer = ShardWriter(prefix, np.int32)
+    writer.add(*StreamEncoder(config.data.tokenizer, manifest, files, column)(texts))
+    writer.finish()
+    return prefix
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
@@ -338,7 +368,7 @@ def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -
     for name in config.data.streams:
         files = manifest.datasets[name].files
         paths = [file.path for file in files]
-        front = len(os.path.commonprefix(paths).rpartition("/")[0]) + 1
+        front = len(os.path.commonprefix(paths).rpartition("/")[0]) + 1  # noqa: RUF071 - URLs, too
         splits = {path[front:]: held_out_split(path[front:]) for path in paths}
         if len(set(splits.values())) > 1:  # one alone was chosen by the path
             held = [path for path, split in splits.items() if split]
