@@ -171,7 +171,6 @@ def test_common_endings_are_read(tmp_path: Path) -> None:
         ("web_test_v2.jsonl", "test"),
         ("webTestSet.jsonl", "test"),
         ("x.val.shuf.jsonl", "validation"),
-        ("wiki.test", "test"),
         ("the-test-of-time-3.jsonl", "test"),  # any word of a file of many documents
         ("the-test-of-time-3.txt", None),  # a title
         ("latest.jsonl", None),
@@ -320,7 +319,7 @@ def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pyte
     with pytest.raises(InputError, match=r"1 file \(16 bytes\) of a test set beside other text: test-0\.jsonl") as bad:
         found("skip-file")
     assert "a pattern" in str(bad.value.hint)
-    assert len(inventory.find_data_files(data, dead_links_only=True)) == 3
+    assert len(inventory.find_data_files(str(data), dead_links_only=True)) == 3
     assert "1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text  # other commands name it
 
 

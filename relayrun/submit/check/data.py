@@ -298,12 +298,19 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
 def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], findings: Findings) -> None:
     """Say how much of each validation set stands in samples of the training shards and of each stream, and how much of
     a stream stands in other training data."""
+    from relayrun.tokens.readers.columns import sample_texts  # pyarrow and tokenizers, as in text_stream
+    from relayrun.tokens.streams.samples import StreamEncoder
+
     with tempfile.TemporaryDirectory() as folder:
         parts = [("the training shards", training)] if training else []
         for name in config.data.streams if manifest.validation or len(config.data.sources) > 1 else ():
             with findings.catching("data.overlap"):
-                if sample := _write_stream_sample(config, manifest, name, f"{folder}/{len(parts)}"):
-                    parts.append((f"a sample of data set {name!r}", [sample]))
+                files, column = manifest.datasets[name].files, config.data.streams[name].column
+                if len(texts := sample_texts(column, [file.path for file in files], most_bytes=4 * _OVERLAP_TOKENS)):
+                    writer = ShardWriter(f"{folder}/{len(parts)}", np.int32)
+                    writer.add(*StreamEncoder(config.data.tokenizer, manifest, files, column)(texts))
+                    writer.finish()
+                    parts.append((f"a sample of data set {name!r}", [writer.prefix]))
         sets = manifest.validation.items()
         held = [(f"validation {name!r}", [shard.prefix for shard in shards.shards]) for name, shards in sets]
         pairs = [("data.overlap", *pair) for pair in itertools.product(held, parts)]
@@ -314,21 +321,6 @@ def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], f
                 remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
                 tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
                 tell(subject, f"{what}: {found} of {where}", setting="data", remedy=remedy)
-
-
-def _write_stream_sample(config: RunConfig, manifest: Manifest, name: str, prefix: str) -> str | None:
-    """Write the first texts of some files of a stream as a shard; return its prefix, None without a text."""
-    from relayrun.tokens.readers.columns import sample_texts  # pyarrow and tokenizers, as in text_stream
-    from relayrun.tokens.streams.samples import StreamEncoder
-
-    files, column = manifest.datasets[name].files, config.data.streams[name].column
-    texts = sample_texts(column, [file.path for file in files], most_bytes=4 * _OVERLAP_TOKENS)
-    if not len(texts):
-        return None
-    writer = ShardWriter(prefix, np.int32)
-    writer.add(*StreamEncoder(config.data.tokenizer, manifest, files, column)(texts))
-    writer.finish()
-    return prefix
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:

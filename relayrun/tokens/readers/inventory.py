@@ -53,34 +53,26 @@ _SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
 def held_out_split(path: str, *, title: bool = False) -> str | None:
     """Return the split kept from training that a word of a folder or of the name says; else None. `title`: the name is
     the one of a document, whose first or last word says it."""
-    folder, name = os.path.split(path)
+    folder, name = os.path.split(os.path.splitext(uncompressed_name(path))[0])
+    words = split_words(name)
     if title or file_format(path) is TEXT:
-        words = split_words(os.path.splitext(uncompressed_name(name))[0])
-        return split_of([*split_words(folder), *words[:1], *words[-1:]])
-    return split_of(split_words(path))
+        words = [*words[:1], *words[-1:]]
+    return split_of([*split_words(folder), *words])
 
 
 def find_data_files(
-    folder: str | os.PathLike[str],
-    *,
-    names: Sequence[str] | None = None,
-    of: str = "",
-    dead_links_only: bool = False,
-    refuse_sets: bool = False,
+    folder: str, *, names: Sequence[str] = (), of: str = "", dead_links_only: bool = False, strict: bool = False
 ) -> list[DataFile]:
     """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
-    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and with
-    `refuse_sets` of those sets."""
-    place = os.fspath(folder)
-    there, twins = leave_out_twins(place, take_inventory(place, names=names))
+    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and if `strict` for
+    what `set_faults` names first."""
+    there, twins = leave_out_twins(folder, take_inventory(folder, names=names or None))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
-    faults = [fault for fault, _, _ in set_faults(place, there)]
-    if faults and refuse_sets:
-        hint = "a pattern names the files that are meant, as FOLDER/**/train*"
-        words = "; ".join(fault.message for fault in faults)
-        raise InputError(words, where=faults[0].where, hint=hint)
-    for fault in faults:
+    for fault, _, _ in set_faults(folder, there):
+        if strict:
+            hint = "give a pattern of the files that are meant, as FOLDER/**/train*"
+            raise InputError(fault.message, where=fault.where, hint=hint)
         log.warning("%s%s", of, fault.message)
     return list(there.taken)
 

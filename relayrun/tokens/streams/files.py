@@ -138,7 +138,7 @@ def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]
     wanted = FORMATS[source.source]
     skips = source.stream is not None and source.stream.on_error != "fail"
     chosen = glob.has_magic(path) and not os.path.lexists(path)
-    below = partial(_files_below, of=f"{where}: ", dead_links_only=skips, refuse_sets=not chosen)
+    below = partial(_files_below, of=f"{where}: ", dead_links_only=skips, strict=not chosen)
     is_pattern = chosen and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     front = os.path.abspath(literal_front(path)) if is_pattern else ""
