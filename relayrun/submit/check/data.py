@@ -12,9 +12,8 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +96,10 @@ def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | 
         freeze_text_files,  # pyarrow, which a submit of token shards may do without
     )
 
-    editions = [] if frozen is None else _editions(name, source, frozen)
-    return freeze_text_files(name, source, lanes, [file for edition in editions for file in edition.files])
+    known = {} if frozen is None else frozen.datasets
+    identities = (source.model_copy(update={"edition": edition}).identity(name) for edition in itertools.count(1))
+    editions = itertools.takewhile(known.__contains__, identities)
+    return freeze_text_files(name, source, lanes, [file for each in editions for file in known[each].files])
 
 
 def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
@@ -108,14 +109,6 @@ def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
     if any(is_url(path) for path in source.paths):
         return freeze_shards(source.paths)
     return expand_paths(source.paths)
-
-
-def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[DatasetManifest]:
-    for edition in count(1):
-        identity = source.model_copy(update={"edition": edition}).identity(name)
-        if identity not in frozen.datasets:
-            return
-        yield frozen.datasets[identity]
 
 
 MAX_PACKED_DOCUMENTS = 1_000_000
@@ -248,8 +241,7 @@ def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findi
     found = data_usage(config, manifest, run)
     most = config.data.max_epochs
     for each in found:
-        epochs = each.epochs
-        if epochs is None:
+        if (epochs := each.epochs) is None:
             continue
         words = (
             f"data set {each.name!r}: {each.tokens:,} tokens are {each.windows:,} windows of "
@@ -311,8 +303,7 @@ def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], f
                     writer.add(*StreamEncoder(config.data.tokenizer, manifest, files, column)(texts))
                     writer.finish()
                     parts.append((f"a sample of data set {name!r}", [writer.prefix]))
-        sets = manifest.validation.items()
-        held = [(f"validation {name!r}", [shard.prefix for shard in shards.shards]) for name, shards in sets]
+        held = [(f"validation {v!r}", [shard.prefix for shard in of.shards]) for v, of in manifest.validation.items()]
         pairs = [("data.overlap", *pair) for pair in itertools.product(held, parts)]
         pairs += [("data.doubled", *pair) for pair in itertools.combinations(parts[::-1], 2)]
         for subject, (what, first), (where, second) in pairs:
@@ -341,10 +332,8 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
                 words = "no token ends the documents, which follow each other in a sample" if eos is None else ""
                 remedy = "tokenize them with --append-eod, or use data.order: document-window"
             elif eos is None and cut.drop_eod:
-                words, remedy = (
-                    "drop_eod asks for a token at the end of each document, and there is none",
-                    "set it false",
-                )
+                words = "drop_eod asks for a token at the end of each document, and there is none"
+                remedy = "set it false"
             elif eos is not None and not cut.drop_eod and eos == end:
                 words = f"document_window.eos puts the token {eos} behind documents that end with it already"
             elif bos is not None and bos == cut.bos:
@@ -359,9 +348,8 @@ def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -
     before."""
     for name in config.data.streams:
         files = manifest.datasets[name].files
-        paths = [file.path for file in files]
-        front = len(os.path.commonprefix(paths).rpartition("/")[0]) + 1  # noqa: RUF071 - URLs, too
-        splits = {path[front:]: held_out_split(path[front:]) for path in paths}
+        front = len(os.path.commonprefix([file.path for file in files]).rpartition("/")[0]) + 1  # noqa: RUF071 - URLs
+        splits = {file.path[front:]: held_out_split(file.path[front:]) for file in files}
         if len(set(splits.values())) > 1:  # one alone was chosen by the path
             held = [path for path, split in splits.items() if split]
             words = f"data set {name!r} takes files of a {splits[held[0]]} set beside others: {first_names(held)}"
