@@ -56,12 +56,12 @@ def test_held_out_text_of_a_stream_is_refused_or_with_a_pattern_named(workspace:
     web = write(workspace.folder / "web", {"train.jsonl": lines(1), "validation/b.jsonl": lines(2)})
     (bad,) = found(workspace, "data.shards", {"a": {"path": str(web)}})
     assert (bad.level, "of a validation set beside other text: validation/b.jsonl" in bad.words) == ("error", True)
+    held = f"by their names, files of a validation set are trained on beside others: {web}/validation/b.jsonl"
     for path in (f"{web}/**/*.jsonl", f"{web}/*", [f"{web}/train.jsonl", f"{web}/validation"]):
         (told,) = found(workspace, "data.held_out", {"a": {"path": path}})
-        assert (told.level, told.words) == (
-            "warning",
-            "data set 'a' takes files of a validation set beside others: validation/b.jsonl",
-        )
+        assert (told.level, told.words) == ("warning", held)
+    both = {"a": {"path": f"{web}/*/*.jsonl"}, "b": {"path": f"{web}/*.jsonl"}}
+    assert [told.words for told in found(workspace, "data.held_out", both)] == [held]
     for path in (f"{web}/train*", f"{web}/validation"):
         assert not found(workspace, "data.held_out", {"a": {"path": path}})
 

@@ -346,21 +346,23 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Say what is tokenized as it is read, and which of it is held out by its name; how often it is read nobody knows
     before."""
+    splits: dict[str, str | None] = {}
     for name in config.data.streams:
         files = manifest.datasets[name].files
-        front = len(os.path.commonprefix([file.path for file in files]).rpartition("/")[0]) + 1  # noqa: RUF071 - URLs
-        splits = {file.path[front:]: held_out_split(file.path[front:]) for file in files}
-        if len(set(splits.values())) > 1:  # one alone was chosen by the path
-            held = [path for path, split in splits.items() if split]
-            words = f"data set {name!r} takes files of a {splits[held[0]]} set beside others: {first_names(held)}"
-            remedy = "give a path or a pattern that leaves them out, unless they are meant"
-            findings.warn("data.held_out", words, setting="data.mixture", remedy=remedy)
+        common = os.path.commonprefix([file.path for file in files])  # noqa: RUF071 - of URLs, too
+        front = common.rfind("/", 0, common.rfind("/")) + 1  # the folder above that of all files
+        splits |= {file.path: held_out_split(file.path[front:]) for file in files}
         findings.ok(
             "data.streams",
             f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
             f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
             setting="data.lanes",
         )
+    if len(set(splits.values())) > 1:
+        held = [path for path, split in splits.items() if split]
+        words = f"by their names, files of a {splits[held[0]]} set are trained on beside others: {first_names(held)}"
+        remedy = "give paths or patterns that leave them out, unless they are meant"
+        findings.warn("data.held_out", words, setting="data.mixture", remedy=remedy)
 
 
 def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:
