@@ -61,19 +61,19 @@ def held_out_split(path: str, *, title: bool = False) -> str | None:
 
 def find_data_files(
     folder: str, *, names: Sequence[str] = (), of: str = "", dead_links_only: bool = False, strict: bool = False
-) -> list[DataFile]:
-    """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
-    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and if `strict` for
-    what `set_faults` names first."""
+) -> list[tuple[str, int]]:
+    """Return path and bytes of the data files below `folder` (see `take_inventory`), without copies; log what is left
+    out, and what `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and if
+    `strict` for what `set_faults` names first."""
     there, twins = leave_out_twins(folder, take_inventory(folder, names=names or None))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
     for fault, _, _ in set_faults(folder, there):
         if strict:
-            hint = "give a pattern of the files that are meant, as FOLDER/**/train*"
+            hint = "give a pattern of the files that are meant, as FOLDER/**/train*, or stream.partition_filters"
             raise InputError(fault.message, where=fault.where, hint=hint)
         log.warning("%s%s", of, fault.message)
-    return list(there.taken)
+    return [(urls.join_path(folder, file.path), file.size) for file in there.taken]
 
 
 def check_sets(

@@ -46,8 +46,7 @@ _LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a path or a filter, without numbers and hashes: `testSet1` is test and set; `held-out` is one
-    word."""
+    """Return the words of a path or a filter, without numbers and hashes; `held-out` is one word, `testSet1` two."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", text).lower()
     words = re.split(r"[\W_]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text))
     return [word.strip("0123456789") for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*|", word)]

@@ -70,9 +70,8 @@ class ShardEntry:
         try:
             prefix.encode()
         except UnicodeEncodeError:
-            raise InputError(
-                "the name of a shard must be valid UTF-8", where=repr(prefix), hint="rename it or its folder"
-            ) from None
+            hint = "rename it or its folder"
+            raise InputError("the name of a shard must be valid UTF-8", where=repr(prefix), hint=hint) from None
         shard = Shard.open(prefix)
         if not np.issubdtype(shard.dtype, np.integer):
             hint = "tokenize it again, or leave this prefix out"

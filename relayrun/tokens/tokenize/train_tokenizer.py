@@ -50,7 +50,7 @@ def train_tokenizer(
             f"a byte-level vocabulary needs {256 + len(SPECIAL_TOKENS)} entries or more, not {vocabulary_size}"
         )
     roots = [urls.absolute_path(folder) for folder in folders]
-    files = {root: [urls.join_path(root, file.path) for file in find_data_files(root)] for root in roots}
+    files = {root: [path for path, _ in find_data_files(root)] for root in roots}
     chosen = {"folders": roots, "column": column, "vocabulary_size": vocabulary_size}
     read = InputFiles((path for found in files.values() for path in found if not urls.is_url(path)), chosen)
     with new_tokenizer_folder(output, read) as made:
