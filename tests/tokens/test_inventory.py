@@ -24,7 +24,7 @@ from relayrun.tokens.readers import inventory
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.contents import content_fault
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.inputs import read_paths_file, take_inventory
+from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs, take_inventory
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 
@@ -375,3 +375,10 @@ def test_the_inventory_of_100_000_files_costs_less_than_60_cpu_seconds(tmp_path:
     seconds = time.process_time() - begun
     print(f"100,000 files: {seconds:.1f} s of CPU")
     assert seconds < 60
+
+
+def test_a_file_in_place_of_the_folder_is_no_misspelled_path(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jsonl": LINE})
+    with pytest.raises(InputError, match="this is a file, not a dataset folder") as bad:
+        stat_inputs(tmp_path / "a.jsonl", ["a.jsonl"])
+    assert "did you mean" not in str(bad.value)
