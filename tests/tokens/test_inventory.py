@@ -24,7 +24,7 @@ from relayrun.tokens.readers import inventory
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.contents import content_fault
 from relayrun.tokens.readers.faults import LineFaults
-from relayrun.tokens.readers.inputs import read_paths_file, take_inventory
+from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs, take_inventory
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 
@@ -85,6 +85,12 @@ REFUSED = [
     ("a.jsonl.gz", POINTER, "a pointer of Git LFS"),
     ("a.jsonl", PAGE, "a page of HTML, often an error's, not text"),
     ("a.parquet", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "a page of HTML"),
+    ("a.jsonl", b"<head><title>503</title>", "a page of HTML"),
+    ("a.jsonl", b"<!-- proxy -->\n<!-- 2 --><HTML>", "a page of HTML"),
+    ("a.jsonl", b"Obj\x01\x04\x14avro.codec", "its content is Avro, ORC, SQLite or HDF5, not text"),
+    ("a.csv", b"SQLite format 3\0" + bytes(20), "its content is Avro, ORC, SQLite or HDF5, not text"),
+    ("a.jsonl", b"]\0\0\x80\0" + bytes(20), "its content is lzma or a pickle, not text"),
+    ("a.jsonl", b"\x80\x04\x95\x0b" + bytes(20), "its content is lzma or a pickle, not text"),
     ("a.jsonl.gz", LINE, "its content is JSON, not gzip as its name says"),
     ("a.json.zst", gzip.compress(LINE, mtime=0), "its content is gzip, not zstd"),
     ("a.jsonl.gz", b"", "cannot be read, it may be torn: 0 bytes are no gzip"),
@@ -117,6 +123,8 @@ def test_texts_that_look_odd_are_no_faults() -> None:
         ("a.jsonl", b"\xef\xbb\xbf" + LINE),
         ("a.csv", b"text\n<html>\n"),
         ("a.jsonl", b" \n"),
+        ("a.csv", b"ORCID,text\n1,a\n"),
+        ("a.txt", b"<header>" + b"<!-- -->" * 60),
         ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0"),
         ("a.parquet", b"PAR1"),
     ):
@@ -160,9 +168,23 @@ def test_common_endings_are_read(tmp_path: Path) -> None:
         ("wiki.valid.jsonl", "validation"),
         ("test/0.parquet", "test"),
         ("split=dev/0.parquet", "validation"),
-        ("the-test-of-time-3.jsonl", None),
+        ("eval_set/0.jsonl", "test"),
+        ("validation_set/0.jsonl", "validation"),
+        ("dev2/0.jsonl", "validation"),
+        ("devtest/0.jsonl", "validation"),
+        ("testsplit/0.jsonl", "test"),
+        ("subset=test/0.parquet", "test"),
+        ("testset.jsonl", "test"),
+        ("test1.jsonl", "test"),
+        ("web_test_v2.jsonl", "test"),
+        ("webTestSet.jsonl", "test"),
+        ("x.val.shuf.jsonl", "validation"),
+        ("the-test-of-time-3.jsonl", "test"),  # any word of a file of many documents
+        ("the-test-of-time-3.txt", None),  # a title
         ("latest.jsonl", None),
         ("contest/0.jsonl", None),
+        ("attested/unittest.jsonl", None),
+        ("validated/devices-valley.jsonl", None),
     ],
 )
 def test_the_split_of_a_file_is_seen_in_its_folder_or_name(path: str, split: str | None) -> None:
@@ -302,8 +324,11 @@ def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pyte
     assert "web: left out, hidden or temporary: 1 file (16 bytes): _temporary/0.jsonl" in caplog.text
     assert "web: left out, other content than its name: 1 file" in caplog.text
     write(data, {"test-0.jsonl": LINE[::-1]})
-    assert found("skip-file") == ["a.jsonl", "test-0.jsonl"]
-    assert "web: 1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text
+    with pytest.raises(InputError, match=r"1 file \(16 bytes\) of a test set beside other text: test-0\.jsonl") as bad:
+        found("skip-file")
+    assert "a pattern" in str(bad.value.hint)
+    assert len(inventory.find_data_files(str(data), dead_links_only=True)) == 3
+    assert "1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text  # other commands name it
 
 
 def test_a_pattern_of_a_stream_finds_what_a_folder_would(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,3 +375,10 @@ def test_the_inventory_of_100_000_files_costs_less_than_60_cpu_seconds(tmp_path:
     seconds = time.process_time() - begun
     print(f"100,000 files: {seconds:.1f} s of CPU")
     assert seconds < 60
+
+
+def test_a_file_in_place_of_the_folder_is_no_misspelled_path(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jsonl": LINE})
+    with pytest.raises(InputError, match="this is a file, not a dataset folder") as bad:
+        stat_inputs(tmp_path / "a.jsonl", ["a.jsonl"])
+    assert "did you mean" not in str(bad.value)

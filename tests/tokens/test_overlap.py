@@ -117,5 +117,6 @@ def test_a_submit_keeps_what_the_check_measured(tmp_path: Path) -> None:
     with submission.prepared_run(config, SubmitIntent()) as (run, _):
         pass
     assert run.overlap.read_text() == (
-        "validation 'v': 0 of 20 documents and 0.00% of their 13-grams stand in 120 of 120 documents\n"
+        "validation 'v': 0 of 20 documents and 0.00% of their 13-grams "
+        "stand in 120 of 120 documents of the training shards\n"
     )

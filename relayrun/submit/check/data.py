@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
+
+import numpy as np
 
 from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
@@ -27,6 +31,7 @@ from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.document_packing import document_cut
 from relayrun.tokens.order.remote_shards import freeze_shards
 from relayrun.tokens.order.schedule import Schedule, integer_weights
+from relayrun.tokens.readers.inventory import first_names, held_out_split
 from relayrun.tokens.shards.checks import (
     ALLOW_SETTING,
     MAX_SAMPLED_SHARDS,
@@ -36,7 +41,7 @@ from relayrun.tokens.shards.checks import (
 )
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest, check_held_out, doubled_texts
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
-from relayrun.tokens.shards.shard import ShardRecords
+from relayrun.tokens.shards.shard import ShardRecords, ShardWriter
 from relayrun.tokens.stores.urls import is_url
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -91,8 +96,10 @@ def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | 
         freeze_text_files,  # pyarrow, which a submit of token shards may do without
     )
 
-    editions = [] if frozen is None else _editions(name, source, frozen)
-    return freeze_text_files(name, source, lanes, [file for edition in editions for file in edition.files])
+    known = {} if frozen is None else frozen.datasets
+    identities = (source.model_copy(update={"edition": edition}).identity(name) for edition in itertools.count(1))
+    editions = itertools.takewhile(known.__contains__, identities)
+    return freeze_text_files(name, source, lanes, [file for each in editions for file in known[each].files])
 
 
 def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
@@ -102,14 +109,6 @@ def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
     if any(is_url(path) for path in source.paths):
         return freeze_shards(source.paths)
     return expand_paths(source.paths)
-
-
-def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[DatasetManifest]:
-    for edition in count(1):
-        identity = source.model_copy(update={"edition": edition}).identity(name)
-        if identity not in frozen.datasets:
-            return
-        yield frozen.datasets[identity]
 
 
 MAX_PACKED_DOCUMENTS = 1_000_000
@@ -231,7 +230,7 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
         remedy = "leave one of them out, or give it more weight if it is meant"
         findings.warn("data.doubled", doubled, setting="data", remedy=remedy)
     _check_frames(config, manifest, findings)
-    _check_overlap(manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
+    _check_overlap(config, manifest, [prefix for prefix in prefixes if not is_url(prefix)], findings)
     if _check_tokenizer(config, manifest, findings, begun=run.manifest.exists()):
         _check_ids(config, manifest, findings)
     return manifest
@@ -242,8 +241,7 @@ def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findi
     found = data_usage(config, manifest, run)
     most = config.data.max_epochs
     for each in found:
-        epochs = each.epochs
-        if epochs is None:
+        if (epochs := each.epochs) is None:
             continue
         words = (
             f"data set {each.name!r}: {each.tokens:,} tokens are {each.windows:,} windows of "
@@ -289,14 +287,31 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         )
 
 
-def _check_overlap(manifest: Manifest, training: list[str], findings: Findings) -> None:
-    """Say how much of each validation set stands in a sample of the training shards."""
-    for name, shards in manifest.validation.items() if training else ():
-        with findings.catching("data.overlap"):
-            found = measure_overlap([shard.prefix for shard in shards.shards], training, most=_OVERLAP_TOKENS)
-            remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
-            tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
-            tell("data.overlap", f"validation {name!r}: {found}", setting="data.validation", remedy=remedy)
+def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], findings: Findings) -> None:
+    """Say how much of each validation set stands in samples of the training shards and of each stream, and how much of
+    a stream stands in other training data."""
+    from relayrun.tokens.readers.columns import sample_texts  # pyarrow and tokenizers, as in text_stream
+    from relayrun.tokens.streams.samples import StreamEncoder
+
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [("the training shards", training)] if training else []
+        for name in config.data.streams if manifest.validation or len(config.data.sources) > 1 else ():
+            with findings.catching("data.overlap"):
+                files, column = manifest.datasets[name].files, config.data.streams[name].column
+                if len(texts := sample_texts(column, [file.path for file in files], most_bytes=4 * _OVERLAP_TOKENS)):
+                    writer = ShardWriter(f"{folder}/{len(parts)}", np.int32)
+                    writer.add(*StreamEncoder(config.data.tokenizer, manifest, files, column)(texts))
+                    writer.finish()
+                    parts.append((f"a sample of data set {name!r}", [writer.prefix]))
+        held = [(f"validation {v!r}", [shard.prefix for shard in of.shards]) for v, of in manifest.validation.items()]
+        pairs = [("data.overlap", *pair) for pair in itertools.product(held, parts)]
+        pairs += [("data.doubled", *pair) for pair in itertools.combinations(parts[::-1], 2)]
+        for subject, (what, first), (where, second) in pairs:
+            with findings.catching(subject):
+                found = measure_overlap(first, second, most=_OVERLAP_TOKENS)
+                remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
+                tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+                tell(subject, f"{what}: {found} of {where}", setting="data", remedy=remedy)
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
@@ -317,10 +332,8 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
                 words = "no token ends the documents, which follow each other in a sample" if eos is None else ""
                 remedy = "tokenize them with --append-eod, or use data.order: document-window"
             elif eos is None and cut.drop_eod:
-                words, remedy = (
-                    "drop_eod asks for a token at the end of each document, and there is none",
-                    "set it false",
-                )
+                words = "drop_eod asks for a token at the end of each document, and there is none"
+                remedy = "set it false"
             elif eos is not None and not cut.drop_eod and eos == end:
                 words = f"document_window.eos puts the token {eos} behind documents that end with it already"
             elif bos is not None and bos == cut.bos:
@@ -331,15 +344,25 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
 
 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
-    """Say what is tokenized as it is read; how often it is read nobody knows before."""
+    """Say what is tokenized as it is read, and which of it is held out by its name; how often it is read nobody knows
+    before."""
+    splits: dict[str, str | None] = {}
     for name in config.data.streams:
         files = manifest.datasets[name].files
+        common = os.path.commonprefix([file.path for file in files])  # noqa: RUF071 - of URLs, too
+        front = common.rfind("/", 0, common.rfind("/")) + 1  # the folder above that of all files
+        splits |= {file.path: held_out_split(file.path[front:]) for file in files}
         findings.ok(
             "data.streams",
             f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
             f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
             setting="data.lanes",
         )
+    if len(set(splits.values())) > 1:
+        held = [path for path, split in splits.items() if split]
+        words = f"by their names, files of a {splits[held[0]]} set are trained on beside others: {first_names(held)}"
+        remedy = "give paths or patterns that leave them out, unless they are meant"
+        findings.warn("data.held_out", words, setting="data.mixture", remedy=remedy)
 
 
 def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:

@@ -136,10 +136,11 @@ def lengths_by_file(
         raise InputError(f"no file below this folder ends in .idx, {data_endings()}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
     found = []
-    with Progress("measuring", sum(file.size for file in files)):
-        for file in files:
-            found.append((file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))))
-            count(file.size)
+    with Progress("measuring", sum(size for _, size in files)):
+        for path, size in files:
+            name = path.removeprefix(urls.join_path(place, ""))
+            found.append((name, join_lengths(_text_lengths(path, column, engine))))
+            count(size)
     return found, "tokens" if tokenizer else "bytes"
 
 

@@ -32,10 +32,12 @@ _CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
         ("Git LFS", rb"version https://git-lfs\.github\.com/spec/"),
         ("git-annex", rb"/annex/objects/"),
         ("zeros", rb"\0+\Z"),
-        ("HTML", rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml[^>]*>\s*<(?:!doctype html|html|error))"),
+        ("HTML", rb"(?:\xef\xbb\xbf)?(?>\s+|<!--.*?-->|<\?xml[^>]*>)*+<(?:!doctype html|html|head\b|error\b)"),
         ("JSON", rb"(?:\xef\xbb\xbf)?\s*\{\s*[\"}]"),
         (TAR_ARCHIVE, rb".{257}ustar"),
         ("PDF", rb"%PDF-"),
+        ("Avro, ORC, SQLite or HDF5", rb"Obj\x01|ORC.{0,64}\0|SQLite format 3\0|\x89HDF\r\n\x1a\n"),
+        ("lzma or a pickle", rb"\x5d\0\0|\x80[\x02-\x05]"),
     )
 )
 

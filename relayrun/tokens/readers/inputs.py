@@ -123,7 +123,7 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`). Raises
     InputError that names the missing files. With `missing_ok`, missing files have the size and time `MISSING_FILE`."""
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
-        raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
+        next(_list_local_files(os.fspath(dataset)))  # raises: it is a file, or missing
     inputs: list[InputFile] = []
     missing: list[RelayrunError] = []
     folder = urls.join_path(os.fspath(dataset), "")

@@ -7,7 +7,6 @@ or stale text into training, and names what may stand there twice.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -47,28 +46,34 @@ _COPY = re.compile(
 )
 """Words in the name of a file or folder that say it is a copy of another: `data_old`, `a (1)`, `Copy of a`."""
 _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
-_SAMPLE_BYTES, _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 4096, 3, 8, 1000
+_MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 3, 8, 1000
 
 
-def held_out_split(path: str) -> str | None:
-    """Return the split kept from training that a folder, or the first or last word of the name, says; else None."""
-    *folders, name = path.lower().split("/")
-    words = split_words(os.path.splitext(uncompressed_name(name))[0])
-    return split_of([*words[:1], *words[-1:], *(re.sub(r"^split=|[-_. ]", "", folder) for folder in folders)])
+def held_out_split(path: str, *, title: bool = False) -> str | None:
+    """Return the split kept from training that a word of a folder or of the name says; else None. `title`: the name is
+    the one of a document, whose first or last word says it."""
+    folder, name = os.path.split(os.path.splitext(uncompressed_name(path))[0])
+    words = split_words(name)
+    if title or file_format(path) is TEXT:
+        words = [*words[:1], *words[-1:]]
+    return split_of([*split_words(folder), *words])
 
 
 def find_data_files(
-    folder: str | os.PathLike[str], *, names: Sequence[str] | None = None, of: str = "", dead_links_only: bool = False
-) -> list[DataFile]:
-    """Return the data files below `folder` (see `take_inventory`), without copies; log what is left out, and what
-    `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`."""
-    place = os.fspath(folder)
-    there, twins = leave_out_twins(place, take_inventory(place, names=names))
+    folder: str, *, names: Sequence[str] = (), of: str = "", dead_links_only: bool = False, strict: bool = False
+) -> list[tuple[str, int]]:
+    """Return path and bytes of the data files below `folder` (see `take_inventory`), without copies; log what is left
+    out, and what `set_faults` names. `of`: the beginning of each line. Raises InputError as `Inventory.refuse`, and if
+    `strict` for what `set_faults` names first."""
+    there, twins = leave_out_twins(folder, take_inventory(folder, names=names or None))
     log_inventory(there, twins, of=of)
     there.refuse(dead_links_only=dead_links_only)
-    for fault, _, _ in set_faults(place, there):
+    for fault, _, _ in set_faults(folder, there):
+        if strict:
+            hint = "give a pattern of the files that are meant, as FOLDER/**/train*, or stream.partition_filters"
+            raise InputError(fault.message, where=fault.where, hint=hint)
         log.warning("%s%s", of, fault.message)
-    return list(there.taken)
+    return [(urls.join_path(folder, file.path), file.size) for file in there.taken]
 
 
 def check_sets(
@@ -131,7 +136,7 @@ def _split_of_members(path: str) -> tuple[str | None, str]:
 
         with contextlib.suppress(OSError, ValueError, tarfile.TarError, RelayrunError), open(path, "rb") as raw:
             for name, _ in itertools.islice(open_members(raw, path), _LOOKED_MEMBERS):
-                if split := held_out_split(name):
+                if split := held_out_split(name, title=True):
                     return split, f"its member {name}"
     return None, ""
 
@@ -204,30 +209,19 @@ def _text_checksum(path: str) -> str | None:
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
-    same size and the same bytes at three places, as links to one file have. Below a URL names are compared."""
+    same size and the same bytes at both ends, as links to one file have. Below a URL names are compared."""
     twins: dict[str, str] = {}
-    firsts: dict[str | bytes, str] = {}
+    firsts: dict[str, str] = {}
     sizes = Counter(file.size for file in files)
     for file in files:
-        keys: list[str | bytes] = [uncompressed_name(file.path)]
+        keys = [uncompressed_name(file.path)]
         if sizes[file.size] > 1 and not urls.is_url(folder):
-            keys.insert(0, _sample(os.path.join(folder, file.path), file.size))
+            with contextlib.suppress(OSError, RelayrunError):  # the reader says why
+                keys.insert(0, f"{file.size} {urls.hash_file_ends(os.path.join(folder, file.path))}")
         for first in (firsts.setdefault(key, file.path) for key in keys):
             if first != file.path:
                 twins.setdefault(file.path, first)
     return twins
-
-
-def _sample(path: str, size: int) -> bytes:
-    """Return a hash of three blocks of a file; a random one if the file cannot be read."""
-    digest = hashlib.sha256(b"%d" % size)
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            for place in sorted({0, size // 2, max(0, size - _SAMPLE_BYTES)}):
-                digest.update(os.pread(raw.fileno(), _SAMPLE_BYTES, place))
-    except OSError:  # the reader says why
-        return os.urandom(32)
-    return digest.digest()
 
 
 def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:

@@ -36,24 +36,26 @@ _TEMPORARY = re.compile(r"\.|_(?![^/]*=)|\$recycle\.bin$|cache-[0-9a-f]{16,}.*\.
 """Beginnings of names: of hidden files, caches of Hugging Face's datasets, and deleted files."""
 
 _HELD_OUT = {
-    "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval", "evaluation"},
-    "held-out": {"heldout", "holdout"},
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+    "held-out": "heldout|holdout",
 }
-"""Words for the splits that are kept from training."""
+"""Words for the splits that are kept from training; `testset` and `devtest` are such words, too."""
 
-_LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}.union(*_HELD_OUT.values())
+_LIST_WORDS = {"split", "splits", "files", "filelist", "list", "manifest"}
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a path or a filter, without numbers and hashes; `held-out` is one word."""
-    words = re.split(r"[-._/=\s]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text.lower()))
-    return [word for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
+    """Return the words of a path or a filter, without numbers and hashes; `held-out` is one word, `testSet1` two."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", text).lower()
+    words = re.split(r"[\W_]+", re.sub(r"(held|hold)[-_. ]out", r"\1out", text))
+    return [word.strip("0123456789") for word in words if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*|", word)]
 
 
 def split_of(words: Sequence[str]) -> str | None:
     """Return the split that one of these words says, if it is kept from training."""
-    return next((split for split, names in _HELD_OUT.items() if names.intersection(words)), None)
+    text, more = " ".join(words), "(set|split|data|dev|test)?"
+    return next((split for split, names in _HELD_OUT.items() if re.search(rf"\b({names}){more}\b", text)), None)
 
 
 def listed_splits(folder: str, files: Set[str], others: Iterable[str]) -> dict[str, tuple[str | None, str]]:
@@ -64,7 +66,8 @@ def listed_splits(folder: str, files: Set[str], others: Iterable[str]) -> dict[s
     for path in others:
         place, name = os.path.split(path)
         is_list = name.lower().endswith((".txt", ".json", ".lst", ".list"))
-        if name != "README.md" and not (is_list and _LIST_WORDS.intersection(split_words(name))):
+        said = split_words(name)
+        if name != "README.md" and not (is_list and (split_of(said) or _LIST_WORDS.intersection(said))):
             continue
         for words, entry in _entries(os.path.join(folder, path)):
             split = split_of(split_words(words))

@@ -28,6 +28,7 @@ import numpy as np
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import read_json, stat_of, write_json
+from relayrun.tokens.readers.inventory import first_names
 from relayrun.tokens.shards.prefixes import is_repeated_pass
 from relayrun.tokens.shards.shard import Shard, ShardRecords
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -69,9 +70,8 @@ class ShardEntry:
         try:
             prefix.encode()
         except UnicodeEncodeError:
-            raise InputError(
-                "the name of a shard must be valid UTF-8", where=repr(prefix), hint="rename it or its folder"
-            ) from None
+            hint = "rename it or its folder"
+            raise InputError("the name of a shard must be valid UTF-8", where=repr(prefix), hint=hint) from None
         shard = Shard.open(prefix)
         if not np.issubdtype(shard.dtype, np.integer):
             hint = "tokenize it again, or leave this prefix out"
@@ -220,15 +220,13 @@ class Manifest:
         refused (`ShardEntry.build`), and as `check_apart`."""
         built: list[dict[str, DatasetManifest]] = []
         for sets, what in ((datasets, "data set"), (validation, "validation set")):
-            frozen = {name: part for name, part in sets.items() if isinstance(part, DatasetManifest)}
-            named = {name: part for name, part in sets.items() if not isinstance(part, DatasetManifest)}
-            for name, prefixes in named.items():
-                if prefixes is not None and not prefixes:
-                    raise InputError(
-                        f"the {what} {name!r} has no shard", hint="give folders that hold .bin and .idx files"
-                    )
-            made = frozen | {name: DatasetManifest.build(prefixes or []) for name, prefixes in named.items()}
-            built.append({name: made[name] for name in sets})
+            made: dict[str, DatasetManifest] = {}
+            for name, part in sets.items():
+                if part is not None and not part:
+                    hint = "give folders that hold .bin and .idx files"
+                    raise InputError(f"the {what} {name!r} has no shard", hint=hint)
+                made[name] = part if isinstance(part, DatasetManifest) else DatasetManifest.build(part or [])
+            built.append(made)
         manifest = cls(
             datasets=built[0],
             validation=built[1],
@@ -361,9 +359,8 @@ def doubled_texts(prefixes: Sequence[str], files: Sequence[TextFileEntry] = (), 
                     raise InputError(f"its text also stands in {other}", where=name, hint=hint)
     if not pairs:
         return None
-    shown = ", ".join(f"{name} has text of {other}" for name, other in [*pairs.items()][:3])
-    more = f" and {len(pairs) - 3:,} more" if len(pairs) > 3 else ""
-    return f"text stands twice in the data, and is trained on twice as often as the rest: {shown}{more}"
+    shown = first_names([f"{name} has text of {other}" for name, other in pairs.items()])
+    return f"text stands twice in the data, and is trained on twice as often as the rest: {shown}"
 
 
 def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def reshard(options: ReshardOptions) -> int:
 def data_files(options: ReshardOptions) -> tuple[list[tuple[str, int]], InputFiles]:
     """Return path and size of each file of the dataset, and everything that the rows of the output depend on."""
     root = urls.absolute_path(options.dataset_folder)
-    found = [(urls.join_path(root, file.path), file.size) for file in find_data_files(root)]
+    found = find_data_files(root)
     chosen = {name: value for name, value in asdict(options).items() if name not in LOCAL_SETTINGS}
     chosen |= {"command": "dumps shuffle", "dataset_folder": root}
     return found, InputFiles((path for path, _ in found if not urls.is_url(path)), chosen)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -129,16 +128,12 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _files_below(folder: str, **options: Any) -> list[tuple[str, int]]:
-    """Return path and bytes of the files that `find_data_files` finds."""
-    return [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder, **options)]
-
-
 def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]:
     wanted = FORMATS[source.source]
-    skips = source.stream is not None and source.stream.on_error != "fail"
-    below = partial(_files_below, of=f"{where}: ", dead_links_only=skips)
-    is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
+    stream, has_magic = source.stream or StreamSection(), glob.has_magic(path) and not os.path.lexists(path)
+    strict = not has_magic and stream.partition_filters is None
+    below = partial(find_data_files, of=f"{where}: ", dead_links_only=stream.on_error != "fail", strict=strict)
+    is_pattern = has_magic and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     front = os.path.abspath(literal_front(path)) if is_pattern else ""
     found, names = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
@@ -50,22 +50,22 @@ def train_tokenizer(
             f"a byte-level vocabulary needs {256 + len(SPECIAL_TOKENS)} entries or more, not {vocabulary_size}"
         )
     roots = [urls.absolute_path(folder) for folder in folders]
-    found = [urls.join_path(root, file.path) for root in roots for file in find_data_files(root)]
+    files = {root: [path for path, _ in find_data_files(root)] for root in roots}
     chosen = {"folders": roots, "column": column, "vocabulary_size": vocabulary_size}
-    read = InputFiles((path for path in found if not urls.is_url(path)), chosen)
+    read = InputFiles((path for found in files.values() for path in found if not urls.is_url(path)), chosen)
     with new_tokenizer_folder(output, read) as made:
         if made is not None:
-            _train(folders, made, column=column, vocabulary_size=vocabulary_size)
+            _train(files, made, column=column, vocabulary_size=vocabulary_size)
     return output
 
 
-def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str, vocabulary_size: int) -> None:
+def _train(files: Mapping[str, Sequence[str]], output: Path, *, column: str, vocabulary_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     sample: list[str] = []
     with Progress("reading", SAMPLE_CHARACTERS, "characters"):
-        for folder in folders:
-            sample += _sample(folder, column, SAMPLE_CHARACTERS // len(folders))
+        for folder, found in files.items():
+            sample += _sample(folder, found, column, SAMPLE_CHARACTERS // len(files))
     log.info("training a vocabulary of %s entries", f"{vocabulary_size:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,11 +81,11 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
     write_tokenizer_folder(output, tokenizer, {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN})
 
 
-def _sample(folder: str | os.PathLike[str], column: str, characters: int) -> list[str]:
+def _sample(folder: str, files: Sequence[str], column: str, characters: int) -> list[str]:
     """Return the beginnings of the first documents of a folder. Raises InputError if there is none."""
-    sample, root = [], urls.absolute_path(folder)
-    for file in find_data_files(root):
-        for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
+    sample = []
+    for file in files:
+        for texts in read_column(file, column, batch_bytes=_BATCH_BYTES):
             for text in filter(None, texts.to_pylist()):
                 sample.append(text[:_LONGEST])
                 characters -= len(sample[-1])
