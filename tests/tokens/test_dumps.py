@@ -115,9 +115,8 @@ def test_100_000_small_files_are_prepared_in_seconds(tmp_path: Path) -> None:
     for number in range(100_000):
         if number % 1000 == 0:
             (folder := tmp_path / "data" / f"{number // 1000:03d}").mkdir(parents=True)
-        path = folder / f"{number:06d}.parquet"
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-        os.truncate(path, number * 7919 % 1_000_003 + 1)  # sparse
+        text = f"{number}" + "x" * (number * 7919 % 1009)
+        (folder / f"{number:06d}.jsonl").write_text(f'{{"text": "{text}"}}\n')
     started, cpu = time.monotonic(), time.process_time()
     dumps = prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=1000)
     seconds, cpu = time.monotonic() - started, time.process_time() - cpu
@@ -125,7 +124,7 @@ def test_100_000_small_files_are_prepared_in_seconds(tmp_path: Path) -> None:
     worst = max(dump.size for dump in dumps) / ideal
     print(f"100,000 files: {seconds:.1f} s, {cpu:.1f} s of CPU; the largest dump is {worst:.5f} of the ideal")
     assert worst < 1.01
-    assert cpu < 30
+    assert cpu < 60
 
 
 def test_without_a_number_there_is_a_dump_per_150_gb_begun(
