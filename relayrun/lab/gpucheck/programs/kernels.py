@@ -71,11 +71,6 @@ def join_ranks(path: Path) -> Ranks:
     return _ranks(min(path.parent.glob("*.yaml")))
 
 
-def stop_ranks() -> None:
-    if torch.distributed.is_initialized():
-        distributed.stop_process_groups()
-
-
 def read_config(path: Path) -> RunConfig:
     """Return a config that the part has resolved."""
     return resolve.require_native(resolve.read_resolved_config(path))
@@ -326,13 +321,6 @@ def attention(program: RankProgram, *, packed: bool) -> dict[str, Any]:
     return {"words": words, "seconds": seconds, "operations": operations}
 
 
-def fork_and_use_cuda() -> subprocess.Popen[str]:
-    """Start a process that imports the training program, forks, and uses CUDA in the fork."""
-    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", FORKED]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
 def ended_fork(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Wait for it. Raises RuntimeError if the fork could not."""
     _, error = process.communicate(timeout=120)
@@ -362,7 +350,9 @@ def try_every_kernel() -> None:
     if int(os.environ["WORLD_SIZE"]) == 1:
         rows |= KERNELS
         if "fork" not in skipped:
-            forked = fork_and_use_cuda()
+            environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            command, pipe = [sys.executable, "-W", "ignore", "-c", FORKED], subprocess.PIPE
+            forked = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
     rows |= {name: ("", partial(train_config, path=path)) for name, path in config_files(program).items()}
     if forked is not None:
         rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
@@ -387,7 +377,8 @@ def try_every_kernel() -> None:
             wait_for(program.device)
         except RuntimeError:  # no kernel runs in this process any more
             os.kill(os.getpid(), signal.SIGKILL)
-    stop_ranks()
+    if torch.distributed.is_initialized():
+        distributed.stop_process_groups()
 
 
 if __name__ == "__main__":
