@@ -339,7 +339,7 @@ class ModelStage:
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
-            positions.set_positions(parts["position_ids"])
+            positions.ids = parts["position_ids"]
         labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None

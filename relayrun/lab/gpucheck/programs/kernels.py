@@ -58,17 +58,13 @@ def train_config(program: RankProgram, path: Path) -> dict[str, Any]:
     """Train a variant, and compute its loss by its exact twin. Raises any error of torch."""
     config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
     exact = read_config(twin) if twin.exists() else None
-    return train_variant(config, exact, join_ranks(path), program.setup.sizes.resumed_vocabulary)
+    return train_variant(config, exact, join_ranks(path.parent), program.setup.sizes.resumed_vocabulary)
 
 
 @cache
-def _ranks(path: Path) -> Ranks:
-    return distributed.start_process_groups(read_config(path))
-
-
-def join_ranks(path: Path) -> Ranks:
+def join_ranks(folder: Path) -> Ranks:
     """Return the ranks, which all configs of a folder share."""
-    return _ranks(min(path.parent.glob("*.yaml")))
+    return distributed.start_process_groups(read_config(min(folder.glob("*.yaml"))))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -220,7 +216,7 @@ def pinned_copy(program: RankProgram) -> dict[str, Any]:
 def compiled_loss(program: RankProgram) -> dict[str, Any]:
     """Compute loss and gradient of logits in bf16 by the compiled kernels, and by megatron-core's single operations."""
     require_cuda(program)
-    join_ranks(next(iter(config_files(program).values())))
+    join_ranks(Path(program.options.configs))
     sizes = program.setup.sizes
     logits = 4 * torch.randn(sizes.seq_length, 1, sizes.vocabulary, device=program.device)
     labels = torch.randint(0, sizes.vocabulary, (1, sizes.seq_length), device=program.device)
