@@ -28,7 +28,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, user_name
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
+from relayrun.submit.check.findings import QUIET_LEVELS, count_noun
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, print_findings
@@ -58,11 +58,6 @@ class CampaignReport:
     @property
     def refused(self) -> bool:
         return any(report.findings.errors for report in self.reports.values())
-
-    def common_findings(self) -> list[CheckFinding]:
-        """Return the findings that are equal for all runs."""
-        first, *others = (report.findings.all for report in self.reports.values())
-        return [finding for finding in first if all(finding in each for each in others)]
 
 
 def check_campaign(described: CampaignDescription) -> CampaignReport:
@@ -118,7 +113,8 @@ def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckRepor
 
 def print_campaign_report(report: CampaignReport) -> None:
     """Print the findings that all runs have, then those of single runs that need a look, and the verdict."""
-    common = report.common_findings()
+    first, *others = (each.findings.all for each in report.reports.values())
+    common = [finding for finding in first if all(finding in each for each in others)]
     print_findings(common)
     for name, each in report.reports.items():
         own = [found for found in each.findings.all if found not in common]

@@ -349,11 +349,3 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
         checkpoint=checkpoint_size(config, count, run),
         save_interval=save_interval(config, run),
     )
-
-
-def format_bytes(size: float) -> str:
-    """Return a number of bytes for people, in powers of ten."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 999.5 * factor else f"{size / factor:,.0f} {unit}"
-    return f"{size:.0f} bytes"

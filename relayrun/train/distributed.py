@@ -296,22 +296,9 @@ def enable_determinism(config: RunConfig) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def seed_weights(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for the weights: equal over data-parallel replicas, different per pipeline stage."""
-    _seed(seed, 0, ranks.pipeline_rank)
-
-
-def seed_dropout(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for training: different per data-parallel replica and pipeline stage.
-
-    Tensor-parallel ranks share one generator for what they compute alike; megatron-core adds one per tensor rank for
-    the rest.
-    """
-    _seed(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
-
-
-def _seed(*numbers: int) -> None:
-    """Seed with 32 bits of several numbers; nearby inputs give unrelated seeds."""
+def seed_generators(*numbers: int) -> None:
+    """Seed every generator with 32 bits of several numbers; nearby inputs give unrelated seeds. Tensor-parallel ranks
+    share one generator for what they compute alike; megatron-core adds one per tensor rank for the rest."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -52,18 +52,15 @@ def _uses(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
     if config.model.spec is not None:
         yield "model.spec", partial(import_user_object, config.model.spec)
     if config.optimizer.class_path is not None:
-        yield "optimizer.class", partial(_make_optimizer, config)
+        # made of one small weight, with the arguments that ranks give it
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}]
+        yield "optimizer.class", lambda: import_optimizer_class(config.optimizer)(groups)
     for name, source in config.data.sources.items():
         if ":" in (order := source.order or config.data.order):
             yield "data.order", partial(dataset_factory, order, f"data set {name!r}")
     for name, stream in config.data.streams.items():
         if stream.map is not None:
             yield f"data.mixture.{name}.stream.map", partial(import_user_object, stream.map)
-
-
-def _make_optimizer(config: RunConfig) -> None:
-    """Make the user's optimizer of one small weight, with the arguments that ranks give it."""
-    import_optimizer_class(config.optimizer)([{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
 
 
 def _next_rate(values: Mapping[str, Any], progress: Mapping[str, Any]) -> float | None:

@@ -98,8 +98,9 @@ class CronCheck:
         self._first = before is None or not before.jobs_known
         self._before = before or self._before
         self._said = {key: when for key, when in self._before.said.items() if self._now - when < QUIET_SECONDS}
+        path = cron_check_record.cron_check_path(self._folder, self._user)
         if complaint:
-            self._say(cron_check_record.cron_check_path(self._folder, self._user).name, "damaged", complaint)
+            self._say(path.name, "damaged", complaint)
         kept = write_error(self._folder) is None
         if not kept:  # the next check does not know the symptoms of this one
             self._settle = 0.0
@@ -120,9 +121,8 @@ class CronCheck:
             jobs_known=not self._first or SLURM_SYMPTOM not in seen,
         )
         try:
-            cron_check_record.write_cron_check(self._folder, memory)
+            memory.write(path)
         except OSError as error:
-            path = cron_check_record.cron_check_path(self._folder, self._user)
             self._lines.append(f"{path} cannot be written: {error.strerror or error}")
             kept = False
         may = kept or not self._lines or cron_check_record.is_first_in_hour(lock, now=self._now)

@@ -48,18 +48,12 @@ class NoticeSendError(Exception):
 
 
 def send_to_target(
-    target: NoticeTarget,
-    subject: str,
-    body: str,
-    *,
-    event: str,
-    environment: Mapping[str, str],
-    limit: float = ANSWER_SECONDS,
+    target: NoticeTarget, subject: str, body: str, *, event: str, environment: Mapping[str, str]
 ) -> None:
     """Send one message. Raises NoticeSendError."""
     with _explaining(target, environment):
         if target.command:
-            _send_to_command(target.command, subject, body, event, environment, limit)
+            _send_to_command(target.command, subject, body, event, environment)
         else:
             _send_by_apprise(expand_variables(target.url or "", environment), subject, body, event)
 
@@ -108,7 +102,7 @@ def remove_secrets(text: str, target: NoticeTarget, environment: Mapping[str, st
 
 
 def _send_to_command(
-    command: Sequence[str], subject: str, body: str, event: str, environment: Mapping[str, str], limit: float
+    command: Sequence[str], subject: str, body: str, event: str, environment: Mapping[str, str]
 ) -> None:
     """Give the user's program subject, an empty line and body on standard input, and nothing in its arguments."""
     with subprocess.Popen(
@@ -121,9 +115,9 @@ def _send_to_command(
     ) as process:
         _commands.add(process.pid)
         try:
-            said, _ = process.communicate(f"{subject}\n\n{body}\n".encode(), timeout=limit)
+            said, _ = process.communicate(f"{subject}\n\n{body}\n".encode(), timeout=ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
-            raise NoticeSendError(f"{command[0]} did not end within {limit:.0f} s") from None
+            raise NoticeSendError(f"{command[0]} did not end within {ANSWER_SECONDS:.0f} s") from None
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)

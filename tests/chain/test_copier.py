@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.config.compose import resolve
-from relayrun.control.chain.background import CheckpointCopier
+from relayrun.control.chain.background import PassAfterSave, copy_checkpoints
 from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
@@ -38,7 +38,7 @@ def test_a_pass_begins_with_each_save_and_never_beside_another(
 ) -> None:
     run, plan = make_run()
     asked(run, PROGRAM.format(0))
-    made = CheckpointCopier(run, plan)
+    made = PassAfterSave(copy_checkpoints, run, plan)
     made.look(0)
     wait_for(lambda: over(made))
     made.look(0)  # nothing was saved meanwhile
@@ -59,7 +59,7 @@ def test_a_pass_begins_with_each_save_and_never_beside_another(
     assert ran(run) == ["19"] * 4
 
 
-def over(made: CheckpointCopier) -> bool:
+def over(made: PassAfterSave) -> bool:
     """Whether the process that it has started last has ended."""
     return made._process is not None and made._process.poll() is not None
 
@@ -67,7 +67,7 @@ def over(made: CheckpointCopier) -> bool:
 def test_a_pass_ends_with_the_job(make_run: MakeRun) -> None:
     run, plan = make_run()
     asked(run, PROGRAM.format(1000))
-    made = CheckpointCopier(run, plan)
+    made = PassAfterSave(copy_checkpoints, run, plan)
     made.look(1)
     wait_for(lambda: ran(run) == ["19"])
     made.finish()
@@ -77,7 +77,7 @@ def test_a_pass_ends_with_the_job(make_run: MakeRun) -> None:
 
 def test_without_a_second_place_nothing_begins(make_run: MakeRun) -> None:
     run, plan = make_run()
-    made = CheckpointCopier(run, plan)
+    made = PassAfterSave(copy_checkpoints, run, plan)
     made.look(1)
     assert made._process is None
     made.finish()

@@ -144,12 +144,12 @@ def test_the_watch_ends_with_the_batch_script_and_with_it_what_it_has_started(
 
     def watched() -> int:
         found = watch.Watch(begun.run, 4)
-        for each in (found._notices, found._copier, found._hasher):
-            monkeypatch.setattr(each, "finish", lambda each=each: print(f"ended {type(each).__name__}", flush=True))
+        for name in ("_notices", "_copier", "_hasher"):
+            monkeypatch.setattr(getattr(found, name), "finish", lambda name=name: print(f"ended {name}", flush=True))
         found.loop(gone.pid)
         return 0
 
     reached = run_child(watched, begun.run_path, begun.slurm)
     assert reached.code == 0, reached.output
-    for name in ("NoticeSender", "CheckpointCopier", "CheckpointHasher"):
+    for name in ("_notices", "_copier", "_hasher"):
         assert f"ended {name}" in reached.output

@@ -94,7 +94,7 @@ def test_what_is_left_is_told_in_checkpoints(site: Site) -> None:
     site.save()
     (found,) = site.look()
     assert found.own == 2 * ONE
-    words = "lfs quota: 34.8 MB of 102.4 MB used, 2.0 MB in checkpoints of this run: room for 66 more than are kept"
+    words = "lfs quota: 34.8 MB of 102 MB used, 2.05 MB in checkpoints of this run: room for 66 more than are kept"
     assert found.words() == words
     assert [found.is_scarce(count) for count in (0, 2, 65, 67)] == [False, False, False, True]
 
@@ -114,7 +114,7 @@ def test_before_the_first_checkpoint_a_quota_is_scarce_when_it_is_used_up(site: 
     site.others = site.limit
     (found,) = site.look()
     assert found.is_scarce(1)
-    assert found.words() == "lfs quota: 102.4 MB of 102.4 MB used"
+    assert found.words() == "lfs quota: 102 MB of 102 MB used"
 
 
 def test_files_are_counted_too(site: Site) -> None:
@@ -135,7 +135,7 @@ def test_status_says_it(site: Site) -> None:
     site.look()
     text = run_status_text.run_status_table(site.status(), now=site.now)
     (line,) = [line for line in text.splitlines() if line.startswith("quota")]
-    assert "lfs quota: 1.0 MB of 102.4 MB used" in line
+    assert "lfs quota: 1.02 MB of 102 MB used" in line
     assert line.endswith("(looked 0 s ago)")
     assert asdict(site.status())["quotas"][0]["source"] == "lfs quota"
 
@@ -255,7 +255,7 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
     site.look()
     Plan.load(site.run)
     assert main(["status", str(site.run.path)]) == 0
-    assert "lfs quota: 102.4 MB of 102.4 MB used, 1.0 MB in checkpoints of this run: room for 0 more than are kept" in (
+    assert "lfs quota: 102 MB of 102 MB used, 1.02 MB in checkpoints of this run: room for 0 more than are kept" in (
         capsys.readouterr().out
     )
     assert json.loads(site.run.quota.read_text())["complaint"] is None
@@ -289,15 +289,15 @@ def test_a_full_disk_says_since_when_what_is_missing_and_what_could_go(
         return run_status.read_run_status(site.run, waiting, now=NOW, plan=site.plan).disk
 
     could_go = (
-        "; could go: 3.1 MB in older checkpoints (iteration 3, 2, 1; checkpoint.keep_last), 500.0 kB in "
-        f"{site.run.checkpoints}/.quarantine, 200.0 kB in logs in {folder}"
+        "; could go: 3.07 MB in older checkpoints (iteration 3, 2, 1; checkpoint.keep_last), 500 kB in "
+        f"{site.run.checkpoints}/.quarantine, 200 kB in logs in {folder}"
     )
     assert disk() == [
         f"full: 0 bytes left below {site.run.checkpoints}; no job can record anything until some is freed (nothing was "
-        f"recorded since {format_time(NOW)}); a checkpoint takes 1.0 MB{could_go}"
+        f"recorded since {format_time(NOW)}); a checkpoint takes 1.02 MB{could_go}"
     ]
     left = 900_000
-    words = f"too full for a checkpoint: 900.0 kB left below {site.run.checkpoints}; a checkpoint takes 1.0 MB"
+    words = f"too full for a checkpoint: 900 kB left below {site.run.checkpoints}; a checkpoint takes 1.02 MB"
     assert disk() == [words + could_go]
     left = ONE
     assert disk() == []

@@ -36,7 +36,7 @@ def look_twice(cluster: TestCluster, run: Run) -> str:
         for causes in memory.seen.values():
             for known in causes.values():
                 known["since"] -= cron_check.SETTLE_SECONDS
-        records.write_cron_check(run.path, memory)
+        memory.write(records.cron_check_path(run.path, memory.user))
     return said
 
 

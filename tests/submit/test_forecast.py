@@ -10,7 +10,8 @@ import pytest
 from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.submit.forecast import checkpoint_size, daly_interval, format_bytes, save_interval
+from relayrun.control.rundir.storage_limits import format_bytes
+from relayrun.submit.forecast import checkpoint_size, daly_interval, save_interval
 from tests.history import began
 from tests.workspace import Workspace
 

@@ -48,7 +48,7 @@ def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_mea
     timings = RankTimings(begin())
     assert timings.grace_period() == 60
     timings.step(2.0, 8)
-    assert (timings.grace_period(), timings.step_p95, timings.save_p95) == (60, 2.0, None)
+    assert (timings.grace_period(), timings.steps_within(0.95), timings.save_p95) == (60, 2.0, None)
     timings.save(4.0)
     assert timings.grace_period() == 2 * 2 + 1.5 * 4 + 10
 
@@ -124,9 +124,9 @@ def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now()
     timings = after_saves(RankTimings(begin()), [2.0])
     timings.step(0.5, 8)
     timings.step(2.0, 32)
-    assert (timings.step_p95, timings.grace_period()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
+    assert (timings.steps_within(0.95), timings.grace_period()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
     timings.step(3.0, 64)
-    assert timings.step_p95 == 4.0
+    assert timings.steps_within(0.95) == 4.0
 
 
 def read(folder: Path) -> Heartbeat:

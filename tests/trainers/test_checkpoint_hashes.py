@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from relayrun.control.agent.restart import ForeignRestart
-from relayrun.control.chain.background import CheckpointHasher, hash_last_checkpoint
+from relayrun.control.chain.background import PassAfterSave, hash_checkpoints, hash_last_checkpoint
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, quarantined_checkpoints
@@ -146,7 +146,7 @@ def test_reads_that_differ_are_a_failed_save(run: Run, monkeypatch: pytest.Monke
 def test_the_step_beside_the_ranks_hashes_checkpoints_of_megatron_lm_alone(run: Run) -> None:
     saved(run, 10)
     for trainer, lines in (("command", 0), ("megatron-lm", 1)):
-        made = CheckpointHasher(run, plan_of(run, trainer))
+        made = PassAfterSave(hash_checkpoints, run, plan_of(run, trainer))
         made.look(1)
         if made._process is not None:
             assert made._process.wait(60) == 0

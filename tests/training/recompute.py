@@ -104,7 +104,7 @@ def attention_within_a_fork(again: bool) -> list[str]:
         sequence_parallel=True,
     )
     attention = CausalAttention(transformer)
-    distributed.seed_dropout(ranks, 1)
+    distributed.seed_generators(1, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
     generator = torch.Generator().manual_seed(1)
     parts = [torch.randn((LENGTH, SIZE, 4, 8), generator=generator).requires_grad_() for _ in range(3)]
     with get_cuda_rng_tracker().fork():

@@ -23,7 +23,7 @@ from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.watch.status import queue, run_status, tables
-from relayrun.watch.status.cron_check_record import CronCheckRecord, write_cron_check
+from relayrun.watch.status.cron_check_record import CronCheckRecord, cron_check_path
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
 from tests.history import STEP, began, make_history
@@ -196,7 +196,8 @@ def make_many(runs: Path) -> None:
     (runs / "notes.txt").write_text("no run")
     (runs / "link").symlink_to(runs / "00_ended")
     (runs / "circle").symlink_to(runs / "circle")
-    write_cron_check(runs, CronCheckRecord(time=1e9, host="login1", user=os.environ.get("USER", "root")))
+    user = os.environ.get("USER", "root")
+    CronCheckRecord(time=1e9, host="login1", user=user).write(cron_check_path(runs, user))
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from relayrun.control.rundir import campaign, find_runs
 from relayrun.control.rundir.find_runs import find_run, find_runs_below
 from relayrun.control.rundir.plan import COPY, Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import format_bytes
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.progress import Progress, counted
 from relayrun.submit import move_run as submit_move_run
 from relayrun.submit.check.findings import count_noun
-from relayrun.submit.forecast import format_bytes
 from relayrun.terminal import print_rows
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.runs import RunsWatcher

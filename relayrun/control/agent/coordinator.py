@@ -326,7 +326,7 @@ class Coordinator:
                 base_iteration=base.iteration,
                 base_path=base.path,
                 memory=memory,
-                address=self._name(places[0]) if self._places.outlive_nodes else None,
+                address=self._name(places[0]) if self._places.spare else None,  # the first node rank may have moved
                 port=self._heard.ports[places[0]],
             )
 

@@ -90,11 +90,6 @@ class NodeRanks:
         self.late.add(node)
         return True
 
-    @property
-    def outlive_nodes(self) -> bool:
-        """The first node rank may move to another node."""
-        return self.spare > 0
-
     def at(self, place: int) -> int | None:
         """Return the node with this node rank; None without one, as for a rank of an earlier layout."""
         return self.nodes[place] if 0 <= place < len(self.nodes) else None

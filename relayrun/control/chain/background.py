@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import IO
 
 from relayrun.control.chain.job_script import python_path
@@ -46,12 +47,11 @@ NOTICES_LOOK_SECONDS = 60.0
 NICE = ("nice", "-n", "19")
 
 
-class PassAfterSave(ABC):
-    """Starts a process after each save of a run, one at a time."""
+class PassAfterSave:
+    """Starts a process after each save of a run, one at a time. `start` returns None if the run needs no pass."""
 
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self._run = run
-        self._plan = plan
+    def __init__(self, start: Callable[[Run, Plan], subprocess.Popen[bytes] | None], run: Run, plan: Plan) -> None:
+        self._start = partial(start, run, plan)
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: int | None = None
         """The value of `saved` at the last pass."""
@@ -71,38 +71,29 @@ class PassAfterSave(ABC):
         if self._process is not None:
             end_process_group(self._process, patience=seconds)
 
-    @abstractmethod
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        """Start a pass; None if the run needs none."""
+
+def copy_checkpoints(run: Run, plan: Plan) -> subprocess.Popen[bytes] | None:
+    """Start to copy the checkpoints of a run whose config asks for a mirror."""
+    policy = MirrorPolicy.read_trusted(run.path, mirror.MIRROR_POLICY_NAME)
+    if policy is None:
+        return None
+    with open(run.mirror / "log", "ab") as log:
+        return _start_process([*NICE, *policy.program, str(run.path)], plan, log)
 
 
-class CheckpointCopier(PassAfterSave):
-    """Copies the checkpoints of a run whose config asks for a mirror."""
-
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
-        if policy is None:
-            return None
-        with open(self._run.mirror / "log", "ab") as log:
-            return _start_process([*NICE, *policy.program, str(self._run.path)], self._plan, log)
-
-
-class CheckpointHasher(PassAfterSave):
-    """Hashes the checkpoints of a run whose program writes no hashes; see `trainers.checkpoint_hashes`."""
-
-    def _start(self) -> subprocess.Popen[bytes] | None:
-        if not trainer_of(self._plan, self._run).lacks_hashes or (newest := self._run.newest_begun()) is None:
-            return None
-        where = ["hash", f"--run-dir={self._run.path}", f"--attempt={newest.number}"]
-        program = self._plan.host_command("relayrun.control.chain")
-        return _start_process([*NICE, *program, *where], self._plan, sys.stderr.fileno())
+def hash_checkpoints(run: Run, plan: Plan) -> subprocess.Popen[bytes] | None:
+    """Start to hash the checkpoints of a run whose program writes no hashes; see `trainers.checkpoint_hashes`."""
+    if not trainer_of(plan, run).lacks_hashes or (newest := run.newest_begun()) is None:
+        return None
+    where = ["hash", f"--run-dir={run.path}", f"--attempt={newest.number}"]
+    return _start_process([*NICE, *plan.host_command("relayrun.control.chain"), *where], plan, sys.stderr.fileno())
 
 
 def hash_last_checkpoint(run: Run, plan: Plan, *, job_end: float | None) -> None:
     """Hash the checkpoint with which an attempt has left, while the job has time. The next attempt begins with it."""
     seconds = min(LAST_HASH_SECONDS, (job_end or math.inf) - time.time() - END_SECONDS)
     if seconds > 0:
-        hasher = CheckpointHasher(run, plan)
+        hasher = PassAfterSave(hash_checkpoints, run, plan)
         try:
             hasher.look(0)
             hasher.finish(seconds)

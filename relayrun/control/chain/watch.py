@@ -22,7 +22,7 @@ from pathlib import Path
 
 from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs, requested_options
-from relayrun.control.chain.background import CheckpointCopier, CheckpointHasher, NoticeSender
+from relayrun.control.chain.background import NoticeSender, PassAfterSave, copy_checkpoints, hash_checkpoints
 from relayrun.control.chain.budget import BudgetEnd, budget_end
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
@@ -82,8 +82,8 @@ class Watch:
         self._observer = self._observing()
         self._views = MergedViews(run)
         self._notices = NoticeSender(run, self.plan)
-        self._copier = CheckpointCopier(run, self.plan)
-        self._hasher = CheckpointHasher(run, self.plan)
+        self._copier = PassAfterSave(copy_checkpoints, run, self.plan)
+        self._hasher = PassAfterSave(hash_checkpoints, run, self.plan)
         self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
         """The last error that was logged for each duty that fails."""

@@ -78,10 +78,13 @@ def read_usage(run: Run) -> tuple[list[QuotaUsage], str | None]:
 
 
 def format_amount(value: float, kind: QuotaKind) -> str:
-    """Format a number of bytes or files for people: `1.2 TB`, `12,345 files`."""
-    if kind == "files":
-        return f"{value:,.0f} files"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if abs(value) >= size:
-            return f"{value / size:,.1f} {unit}"
-    return f"{value / 1e3:,.1f} kB"
+    """Format a number of bytes or files for people: `1.23 TB`, `12,345 files`."""
+    return f"{value:,.0f} files" if kind == "files" else format_bytes(value)
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes for people, in powers of ten."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= factor:
+            return f"{size / factor:.3g} {unit}" if abs(size) < 999.5 * factor else f"{size / factor:,.0f} {unit}"
+    return f"{size:.0f} bytes"

@@ -358,7 +358,9 @@ class Slurm(SlurmCommands, Scheduler):
         elif plan.chain.recovery == "node":
             command = self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
         else:
-            command = self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
+            # srun does not inherit --cpus-per-task from sbatch
+            tasks = [f"--ntasks-per-node={plan.ntasks_per_node}", f"--cpus-per-task={cpus}"]
+            command = [*_SRUN, f"--nodes={job.num_nodes}", *tasks, *plan.srun_options]
         return RankLaunch(
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
@@ -387,12 +389,6 @@ class Slurm(SlurmCommands, Scheduler):
             where = [f"user={me}", f"account={found['account']}", "format=DefaultQOS"]
             found["qos"] = (self._once([*show, "association", *where]).split() or ["normal"])[0]
         return found
-
-    def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
-        """Return the command prefix that starts a program once per rank."""
-        # srun does not inherit --cpus-per-task from sbatch
-        tasks = [f"--ntasks-per-node={plan.ntasks_per_node}", f"--cpus-per-task={cpus_per_task}"]
-        return [*_SRUN, f"--nodes={nodes}", *tasks, *plan.srun_options]
 
     def agent_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
         """Return the command prefix that starts a program once per node, with the processors of all its ranks."""

@@ -30,24 +30,6 @@ from relayrun.files import write_atomic
 from relayrun.masking import mask_tokens
 
 
-def wandb_flags(words: Sequence[str], *, project: str, name: str) -> list[str]:
-    """Return the missing flags for W&B if it is on in this job: WANDB_API_KEY, or WANDB_MODE=offline."""
-    if wandb_mode(os.environ) is None:
-        return []
-    return _missing_flags(words, {"--wandb-project": project, "--wandb-exp-name": name})
-
-
-def wandb_folder_flags(words: Sequence[str], run: Run) -> list[str]:
-    """Return the missing flags of folders that W&B needs if the words turn it on.
-
-    Megatron-LM's own folder of W&B lies among the checkpoints. It sends loss, gradient norm and learning rate to W&B
-    only if it writes event files of TensorBoard, too.
-    """
-    if "--wandb-project" not in _flag_names(words):
-        return []
-    return _missing_flags(words, {"--wandb-save-dir": str(run.path), "--tensorboard-dir": str(run.tensorboard)})
-
-
 def _missing_flags(words: Sequence[str], wanted: Mapping[str, str]) -> list[str]:
     given = _flag_names(words)
     return [word for flag, value in wanted.items() if flag not in given for word in (flag, value)]
@@ -220,9 +202,14 @@ class MegatronTrainer:
             words += ["--load", str(path.parent), "--ckpt-step", str(step), *settings.load_flags]
         if self._dialect is MegatronDialect.SWISS_AI:
             words += ["--trigger-path", str(self._triggers(begin))]
-        if settings.wandb_project is not None and settings.wandb_name is not None:
-            words += wandb_flags(words, project=settings.wandb_project, name=settings.wandb_name)
-        words += wandb_folder_flags(words, self._run)
+        project, name = settings.wandb_project, settings.wandb_name
+        if project is not None and name is not None and wandb_mode(os.environ) is not None:  # W&B is on in this job
+            words += _missing_flags(words, {"--wandb-project": project, "--wandb-exp-name": name})
+        if "--wandb-project" in _flag_names(words):
+            # Megatron-LM's own folder of W&B lies among the checkpoints. It sends loss, gradient norm and learning rate
+            # to W&B only if it writes event files of TensorBoard, too.
+            folders = {"--wandb-save-dir": str(self._run.path), "--tensorboard-dir": str(self._run.tensorboard)}
+            words += _missing_flags(words, folders)
         if settings.profile != "nsys":
             return words
         output = f"{self._profiles(begin.attempt)}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep"

@@ -120,7 +120,9 @@ class FaultSession:
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
             result = run_fault(self.site, TESTS[name])
             result.write(self.folder / "results" / f"{name}.json")
-            tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
+            passed = f"passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
+            verdict = passed if result.passed else f"FAILED: {'; '.join(result.wrong)}"
+            tell(f"{time.strftime('%H:%M:%S')} {name}: {verdict}")
             if name == UNDISTURBED.name and not result.passed:
                 words = f"the undisturbed run failed, so no fault is tried: {'; '.join(result.wrong)}"
                 hint = f"relayrun logs {result.run_dir}"
@@ -145,13 +147,6 @@ class FaultSession:
 def _rename_aside(path: Path, suffix: str) -> None:
     if path.exists():
         os.rename(path, unused_name(path.parent, f"{path.name}.{suffix}"))
-
-
-def result_line(result: FaultResult) -> str:
-    """Return the result of a test in one line."""
-    if result.passed:
-        return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
-    return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
 
 
 def session_as_json(session: FaultSession) -> dict[str, Any]:

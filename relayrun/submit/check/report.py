@@ -13,6 +13,7 @@ from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.storage_limits import format_bytes
 from relayrun.errors import RelayrunError
 from relayrun.submit import policies
 from relayrun.submit.check import data, existing_run, megatron_lm, programs, settings, slurm, storage
@@ -20,7 +21,7 @@ from relayrun.submit.check.data import DatasetUsage
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.cost import ChainCost, chain_cost
-from relayrun.submit.forecast import Forecast, forecast_run, format_bytes
+from relayrun.submit.forecast import Forecast, forecast_run
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.trust import group_writable_parent
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.storage_limits import format_bytes
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
+from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast
 from relayrun.terminal import format_table, print_rows, raw_stream, terminal_width
 from relayrun.watch.text import format_seconds
 

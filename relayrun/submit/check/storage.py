@@ -10,12 +10,12 @@ from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConf
 from relayrun.config.compose.writable import read_only_path_of
 from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import QuotaLimit
+from relayrun.control.rundir.storage_limits import QuotaLimit, format_bytes
 from relayrun.errors import URL_WRITE_HINT, InputError, nearest_existing, why_url_is_refused
 from relayrun.files import file_size, free_space, write_error
 from relayrun.submit import policies
 from relayrun.submit.check.findings import Findings
-from relayrun.submit.forecast import Forecast, format_bytes
+from relayrun.submit.forecast import Forecast
 from relayrun.submit.policies import mirror_settings
 
 PATH_VARIABLES = (

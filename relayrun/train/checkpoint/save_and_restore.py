@@ -190,7 +190,7 @@ class Saver:
         if abs(self.control.grace_period - before) > 1:
             self.say(
                 f"grace period {before:.0f} s -> {self.control.grace_period:.0f} s before the end of the job "
-                f"(95 % of steps within {self.timings.step_p95 or 0:.2f} s, of saves within "
+                f"(95 % of steps within {self.timings.steps_within(0.95) or 0:.2f} s, of saves within "
                 f"{self.timings.save_p95 or 0:.1f} s)"
             )
         self._grace_period = self.control.grace_period

@@ -161,9 +161,10 @@ class ModelStage:
         )
         self._restarted: list[RowwiseRotaryEmbedding] = []
         """Rotary embeddings that take the positions of each micro-batch; empty if positions do not restart."""
-        distributed.seed_weights(ranks, config.training.seed)
+        seed = config.training.seed
+        distributed.seed_generators(seed, 0, ranks.pipeline_rank)  # the weights of all data-parallel replicas are equal
         parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
-        distributed.seed_dropout(ranks, config.training.seed)
+        distributed.seed_generators(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
         self.chunks = [
             DistributedDataParallel(
                 config=transformer, ddp_config=ddp_config, module=part, disable_bucketing=number > 0
@@ -338,7 +339,7 @@ class ModelStage:
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
-            positions.set_positions(parts["position_ids"])
+            positions.ids = parts["position_ids"]
         labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None

@@ -60,11 +60,8 @@ class RowwiseRotaryEmbedding(torch.nn.Module):
     def __init__(self, rotary: torch.nn.Module) -> None:
         super().__init__()
         self._rotary = rotary
-        self._ids: torch.Tensor | None = None
-
-    def set_positions(self, position_ids: torch.Tensor) -> None:
-        """Set the positions of the next forward pass, int64 [batch, sequence] of this context-parallel rank."""
-        self._ids = position_ids
+        self.ids: torch.Tensor | None = None
+        """Positions of the next forward pass, int64 [batch, sequence] of this context-parallel rank."""
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int:
         """Return the length of the wrapped embedding; it is not used."""
@@ -73,10 +70,10 @@ class RowwiseRotaryEmbedding(torch.nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return the angles of the positions, [sequence, batch, 1, channels]."""
-        assert self._ids is not None
+        assert self.ids is not None
         frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
-        frequencies = frequencies.to(self._ids.device)
-        angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
+        frequencies = frequencies.to(self.ids.device)
+        angles = self.ids.T.to(frequencies.dtype)[:, :, None] * frequencies
         pairs = (
             angles.repeat_interleave(2, dim=-1) if self._rotary.rotary_interleaved else torch.cat((angles, angles), -1)
         )
@@ -93,10 +90,10 @@ class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
 
     def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:  # type: ignore[override]
         """Return the angles of the positions, [sequence, batch, 1, channels], and the factor of their sines."""
-        assert self._ids is not None
+        assert self.ids is not None
         # packed: angles of the whole sequence, also with context parallelism
         angles, factor = self._rotary(self._length, packed_seq=True)
-        return angles[self._ids.T, 0], factor
+        return angles[self.ids.T, 0], factor
 
 
 def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbedding:

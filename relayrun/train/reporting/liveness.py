@@ -95,13 +95,9 @@ class RankTimings(Hook):
         """True if the grace period includes an evaluation that was not measured yet."""
         return bool(self._evaluated_samples and self._steps and not self._evaluations)
 
-    @property
-    def step_p95(self) -> float | None:
-        return percentile(self._steps, 0.95) if self._steps else None
-
-    @property
-    def step_p99(self) -> float | None:
-        return percentile(self._steps, 0.99) if self._steps else None
+    def steps_within(self, share: float) -> float | None:
+        """Return the seconds that this share of the steps does not exceed."""
+        return percentile(self._steps, share) if self._steps else None
 
     @property
     def save_p95(self) -> float | None:
@@ -113,7 +109,9 @@ class RankTimings(Hook):
 
         `under_way`: seconds since the start of the save in progress.
         """
-        estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
+        estimate = 0.0
+        if self.estimates_evaluation:  # half a step per batch: a forward pass is a third, and the first one is slow
+            estimate = self._evaluated_samples / self._samples * percentile(self._steps, 0.95) / 2
         return current_grace_period(
             self._begin,
             self._steps,
@@ -122,10 +120,6 @@ class RankTimings(Hook):
             evaluation_seconds=self._evaluations,
             estimate=estimate,
         )
-
-    def _estimated_evaluation(self) -> float:
-        """Half a step per batch: a forward pass is a third of a step's work, and the first one is slow."""
-        return self._evaluated_samples / self._samples * percentile(self._steps, 0.95) / 2
 
 
 Phase = Literal["start", "step", "save", "evaluation"]
@@ -177,7 +171,7 @@ class NodeHeartbeatWriter:
             iteration=self.iteration,
             phase=self.phase,
             time=time.time(),
-            step_p95=self.timings.step_p95,
+            step_p95=self.timings.steps_within(0.95),
             save_p95=self.timings.save_p95,
             interval=RARE_HEARTBEAT_SECONDS if self.rare else 0.0,
         )
@@ -246,7 +240,7 @@ class SectionReporter:
         return self._limits[section]
 
     def _limit(self, section: str) -> float:
-        usual = self._timings.save_p95 if section == "save" else self._timings.step_p99
+        usual = self._timings.save_p95 if section == "save" else self._timings.steps_within(0.99)
         if section == "start":  # the supervisor watches it (chain.start_timeout)
             return math.inf
         if section == "hooks" or not self._measured_at or usual is None:

@@ -124,11 +124,6 @@ def read_cron_check(folder: Path, user: str) -> CronCheckRecord | None:
     return CronCheckRecord.read(cron_check_path(folder, user))
 
 
-def write_cron_check(folder: Path, memory: CronCheckRecord) -> None:
-    """Replace the record of the user's last check. Raises OSError."""
-    memory.write(cron_check_path(folder, memory.user))
-
-
 class FolderCache:
     """Answers of the file system about folders and their records, shared by runs of the same folders."""
 

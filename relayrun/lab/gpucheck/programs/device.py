@@ -22,9 +22,11 @@ def measure_device() -> None:
     """Write versions and GPUs, then the measured speeds."""
     program = RankProgram.begin()
     device, sizes = program.device, program.setup.sizes
-    figures: dict[str, Any] = {"gpus": list_gpus(), "versions": package_versions()}
-    program.write(figures)
     on_gpu = device.type == "cuda"
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if on_gpu else 0))
+    names = [{"name": about.name, "memory_bytes": about.total_memory} for about in gpus]
+    figures: dict[str, Any] = {"gpus": names, "versions": package_versions()}
+    program.write(figures)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rows = sizes.product
     # random values: zeros run faster than the products of training
@@ -69,12 +71,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def list_gpus() -> list[dict[str, Any]]:
-    """Return name and memory in bytes of every GPU."""
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0))
-    return [{"name": about.name, "memory_bytes": about.total_memory} for about in gpus]
 
 
 if __name__ == "__main__":

@@ -58,22 +58,13 @@ def train_config(program: RankProgram, path: Path) -> dict[str, Any]:
     """Train a variant, and compute its loss by its exact twin. Raises any error of torch."""
     config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
     exact = read_config(twin) if twin.exists() else None
-    return train_variant(config, exact, join_ranks(path), program.setup.sizes.resumed_vocabulary)
+    return train_variant(config, exact, join_ranks(path.parent), program.setup.sizes.resumed_vocabulary)
 
 
 @cache
-def _ranks(path: Path) -> Ranks:
-    return distributed.start_process_groups(read_config(path))
-
-
-def join_ranks(path: Path) -> Ranks:
+def join_ranks(folder: Path) -> Ranks:
     """Return the ranks, which all configs of a folder share."""
-    return _ranks(min(path.parent.glob("*.yaml")))
-
-
-def stop_ranks() -> None:
-    if torch.distributed.is_initialized():
-        distributed.stop_process_groups()
+    return distributed.start_process_groups(read_config(min(folder.glob("*.yaml"))))
 
 
 def read_config(path: Path) -> RunConfig:
@@ -225,7 +216,7 @@ def pinned_copy(program: RankProgram) -> dict[str, Any]:
 def compiled_loss(program: RankProgram) -> dict[str, Any]:
     """Compute loss and gradient of logits in bf16 by the compiled kernels, and by megatron-core's single operations."""
     require_cuda(program)
-    join_ranks(next(iter(config_files(program).values())))
+    join_ranks(Path(program.options.configs))
     sizes = program.setup.sizes
     logits = 4 * torch.randn(sizes.seq_length, 1, sizes.vocabulary, device=program.device)
     labels = torch.randint(0, sizes.vocabulary, (1, sizes.seq_length), device=program.device)
@@ -326,13 +317,6 @@ def attention(program: RankProgram, *, packed: bool) -> dict[str, Any]:
     return {"words": words, "seconds": seconds, "operations": operations}
 
 
-def fork_and_use_cuda() -> subprocess.Popen[str]:
-    """Start a process that imports the training program, forks, and uses CUDA in the fork."""
-    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", FORKED]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
 def ended_fork(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Wait for it. Raises RuntimeError if the fork could not."""
     _, error = process.communicate(timeout=120)
@@ -362,7 +346,9 @@ def try_every_kernel() -> None:
     if int(os.environ["WORLD_SIZE"]) == 1:
         rows |= KERNELS
         if "fork" not in skipped:
-            forked = fork_and_use_cuda()
+            environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            command, pipe = [sys.executable, "-W", "ignore", "-c", FORKED], subprocess.PIPE
+            forked = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
     rows |= {name: ("", partial(train_config, path=path)) for name, path in config_files(program).items()}
     if forked is not None:
         rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
@@ -387,7 +373,8 @@ def try_every_kernel() -> None:
             wait_for(program.device)
         except RuntimeError:  # no kernel runs in this process any more
             os.kill(os.getpid(), signal.SIGKILL)
-    stop_ranks()
+    if torch.distributed.is_initialized():
+        distributed.stop_process_groups()
 
 
 if __name__ == "__main__":
