@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import unicodedata
@@ -296,10 +297,10 @@ def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapp
 
 
 def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
-    """Return the subject: run, cluster and event."""
+    """Return the subject: run, cluster and event. What a long one loses is its end, the paths."""
     notice = message.notice
     what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
-    return one_line(plain_text(f"[relayrun] {what}: {notice.reason}"), SUBJECT_LENGTH)
+    return textwrap.shorten(plain_text(f"[relayrun] {what}: {notice.reason}"), SUBJECT_LENGTH, placeholder=" ...")
 
 
 def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:

@@ -336,7 +336,7 @@ def test_what_a_rank_wrote_does_nothing_where_it_is_shown(text: str, shown: str)
 def test_a_message_is_short_whatever_a_rank_wrote() -> None:
     told = notice(reason="x" * 3000 + "\nSubject: other", words="y\n" * 100_000)
     message = NoticeMessage(target=NoticeTarget(name="t"), notice=told, settles=[], count=1, since=1.0)
-    assert len(send_notices.message_subject(policy(), message)) == send_notices.SUBJECT_LENGTH
+    assert len(send_notices.message_subject(policy(), message)) <= send_notices.SUBJECT_LENGTH
     assert "\n" not in send_notices.message_subject(policy(), message)
     assert len(send_notices.message_body(policy(), message)) <= send_notices.BODY_LENGTH
 
