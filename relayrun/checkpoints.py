@@ -68,9 +68,9 @@ def saving(
     final = top / staged.name
     if final.exists():  # training went back
         os.rename(final, staged.with_suffix(".replaced"))
+    client.checkpoint_done(step, final)  # counts once it is there: a kill behind the next line leaves none unsaid
     os.rename(staged, final)
     fsync_directory(top)
-    client.checkpoint_done(step, final)
     there = committed(top)
     for each in there[max(1, keep_last or len(there)) :]:
         if not keep_every or each.step % keep_every:

@@ -299,7 +299,8 @@ PAGE = (ROOT / "docs/reference/models.md").read_text(encoding="utf-8")
 @pytest.mark.slow
 def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    block, export = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    assert export.split()[:3] == ["relayrun", "export", "hf"]  # run by the tests of exports
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert [words[:2] for words in commands] == [["relayrun", name] for name in ("explain", "explain", "config")]
     for words in commands:

@@ -17,6 +17,7 @@ import pytest
 from relayrun import checkpoints, client
 from relayrun.checkpoints import Checkpoint, DamagedCheckpoint
 from relayrun.cli import main
+from relayrun.files import read_json_lines
 
 PATH = str(Path(__file__).resolve().parents[2])
 
@@ -52,6 +53,27 @@ def test_a_save_is_whole_verified_and_one_of_a_number(tmp_path: Path) -> None:
     assert visible(root) == ["step_0000200", "step_0000300", "step_0000400"]
     assert checkpoints.newest(root) == Checkpoint(400, root / "step_0000400")
     assert json.loads((root / "step_0000400" / "step.json").read_text()) == 400
+
+
+def test_a_kill_behind_the_final_name_leaves_no_checkpoint_of_which_the_chain_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start would go on from it, and the chain count from the one before."""
+    (tmp_path / "client").mkdir()
+    monkeypatch.setenv(client.FOLDER, str(tmp_path / "client"))
+    rename = os.rename
+
+    def killed(source: str, target: str) -> None:
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "out", 10)
+    found = checkpoints.newest(tmp_path / "out")
+    assert found is not None
+    (said,) = read_json_lines(tmp_path / "client" / "checkpoints.jsonl")
+    assert (said["iteration"], said["path"]) == (found.step, str(found.path))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "index"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.rundir.records import AttemptStart
+from relayrun.files import write_atomic
 from tests.checkpoints import assert_same_bytes
 
 STEPS = 30
@@ -23,7 +24,7 @@ def cut_by_signal(attempt: Any) -> str:
 
 def cut_by_stop_file(attempt: Any) -> str:
     attempt.wait_for_iteration(AttemptStart.read(attempt.directory.begin).base_iteration + 2)
-    attempt.directory.stop.write_text("asked by a test\n")
+    write_atomic(attempt.directory.stop, "asked by a test\n")  # it may be read at any moment
     return "stop file: asked by a test"
 
 
