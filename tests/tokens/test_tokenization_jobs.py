@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import re
@@ -204,6 +205,16 @@ def test_what_is_wrong_is_said_before_any_job_starts(settings: TokenizationSetti
     prepare_submission(settings)
     with pytest.raises(InputError, match="finished dumps of this folder went to"):
         prepare_submission(settings.model_copy(update={"output_folder": str(tmp_path / "other")}))
+
+
+def test_files_without_a_row_are_named(
+    settings: TokenizationSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "da ta" / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "da ta" / "none.jsonl.gz").write_bytes(gzip.compress(b""))
+    prepare_dumps(tmp_path / "da ta", tmp_path / "meta data", n_dumps=1)
+    tokenize_dump(settings.model_copy(update={"column": "text"}), 0)
+    assert "2 files gave no row: blank.jsonl, none.jsonl.gz" in caplog.text
 
 
 def test_dumps_that_are_all_done_are_those_of_these_settings(settings: TokenizationSettings, tmp_path: Path) -> None:

@@ -256,14 +256,16 @@ def _read_inventory(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
-    """Add the tokenized `rows` of files to a written inventory. Warns of a saved data set (`state.json`) whose files
-    are all tokenized and have other rows than its publisher counted."""
+    """Add the tokenized `rows` of files to a written inventory. Warns of files without a row, and of a saved data set
+    (`state.json`) whose files are all tokenized and have other rows than its publisher counted."""
     lines = _read_inventory(path)
     for name in rows:
         if (line := lines.get(file_of_range(name))) is not None:
             parts = {} if name == line["path"] else line.setdefault("rows_of_ranges", {})
             parts[name] = rows[name]
             line["rows"] = sum(parts.values())
+    if empty := sorted(name for name, number in rows.items() if number == 0 and name in lines):
+        log.warning("%s files gave no row: %s", f"{len(empty):,}", first_names(empty))
     for name, line in lines.items():
         if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
             expected, files = saved_rows(folder, name)
