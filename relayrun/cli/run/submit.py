@@ -310,11 +310,12 @@ def run_resume(options: argparse.Namespace) -> int:
     place = f"run_dir={quote_yaml(str(found.path))}"  # the run may have moved
     given = resolve.read_settings(path, [*options.overrides, place])
     config = resolve.validate_settings(given)
-    changes = config_differences(resolve.read_resolved_config(path), config)
-    for change in changes:
+    before = resolve.read_resolved_config(path)
+    for change in config_differences(before, config):
         log.info("changed: %s", change)
-    of_budget = all(change.startswith(tuple(f"chain.{name}:" for name in SHARED_SETTINGS)) for change in changes)
-    if changes and of_budget and not options.dry_run and submission.change_budget(found, config):
+    changed = resolve.changed_settings(before, config).keys()
+    of_budget = changed and changed <= {f"chain.{name}" for name in SHARED_SETTINGS}
+    if of_budget and not options.dry_run and submission.change_budget(found, config):
         print(f"the jobs of {found.path} obey within a minute")
         return 0
     return _submit_or_print(options, given, config, resume=True)

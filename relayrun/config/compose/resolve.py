@@ -385,17 +385,20 @@ def _section_of(annotation: Any) -> Any:
     return next((c for c in candidates if is_section(c)), next(several, None))
 
 
-def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:
-    """Return `name: value -> value` for each setting that differs."""
+def changed_settings(one: CommonConfig, other: CommonConfig) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each setting that differs, by its dotted name."""
     first, second = (dict(_flat_settings(each.model_dump(mode="json"))) for each in (one, other))
     for values, config in ((first, one), (second, other)):
         if isinstance(config, RunConfig):  # a submit writes it out
             values["training.loss_mean"] = config.training.resolved_loss_mean
-    names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
-    return [
-        f"{name}: {yaml_file.value_in_line(first.get(name))} -> {yaml_file.value_in_line(second.get(name))}"
-        for name in names
-    ]
+    pairs = {name: (first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second])}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+
+
+def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:
+    """Return `name: value -> value` for each setting that differs."""
+    found = changed_settings(one, other).items()
+    return [f"{name}: {yaml_file.value_in_line(old)} -> {yaml_file.value_in_line(new)}" for name, (old, new) in found]
 
 
 def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
