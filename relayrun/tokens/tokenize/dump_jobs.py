@@ -197,8 +197,8 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     if not metadata.path.is_dir():
         hint = did_you_mean_path(metadata.path) or "`relayrun dumps prepare` makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
-    _refuse_other_output(metadata, settings.dataset_output)
     if not metadata.pending() and (finished := metadata.finished()):
+        _refuse_other_output(metadata, settings.dataset_output)
         print(f"all {len(finished)} dumps are done")
         return []
     failed: set[int] = set()
