@@ -325,7 +325,7 @@ class ShardFolder:
         for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(dataset, now[0]), now, then, digest):
                 return f"{printable(now[0])} is not what it was"
-        for file, checksum in task.files(name, self.settings.get("exclusions", "jsonl.gz")).items():
+        for file, checksum in task.files(name, exclusion_format(self.settings)).items():
             path = join_path(self.store or str(self.path), file)
             if (fault := file_fault(path, checksum, task.stored.get(file, ()))) is not None:
                 return fault
@@ -462,6 +462,12 @@ def stale_inputs(folder: str | os.PathLike[str], dataset: str, sizes: Mapping[st
         elif there != then and not is_unchanged(join_path(dataset, then[0]), there, then, digest):
             changed[file_of_range(then[0])] = None
     return [*changed], [*gone]
+
+
+def exclusion_format(settings: Mapping[str, Any]) -> str:
+    """Return the format of dropped documents in a folder with these recorded settings, which name it if there are
+    steps."""
+    return str(settings.get("exclusions", "jsonl.gz"))
 
 
 def exclusion_file(folder: str | os.PathLike[str], shard: str, form: str) -> Path:

@@ -41,7 +41,14 @@ from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
-from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, file_fault, is_unchanged, remove_from_record
+from relayrun.tokens.tokenize.shard_folder import (
+    FolderRecord,
+    TaskRecord,
+    exclusion_format,
+    file_fault,
+    is_unchanged,
+    remove_from_record,
+)
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
 from relayrun.tokens.tokenize.steps import describe_steps
 
@@ -374,7 +381,7 @@ def _verify_stored(
 
 def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, name: str) -> DumpCheckResult:
     record, values = FolderRecord.read(folder), read_json(folder / FOLDER_RECORD)
-    files = record.tasks[name].files(name, record.settings.get("exclusions", "jsonl.gz"))
+    files = record.tasks[name].files(name, exclusion_format(record.settings))
     store = values["source"].pop("store")
     values["shards"] = {name: values["shards"][name]}
     with work_folder(temp_dir) as copy:
