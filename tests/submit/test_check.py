@@ -20,8 +20,6 @@ from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, split_combined_error
 from relayrun.files import append_line
-from relayrun.masking import describe_secret
-from relayrun.places import CODE_ROOT as ROOT
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
 from relayrun.submit.check.consequences import check_consequences
@@ -342,75 +340,6 @@ def test_a_resume_without_wandb_of_a_run_that_had_it_is_warned_of(
     check_consequences(config, run, begins, findings)
     assert [each.level for each in findings.all] == ["warning"] * (mode is None)
     assert all("its curve ends here" in each.words for each in findings.all)
-
-
-@pytest.mark.parametrize(
-    ("settings", "where"),
-    [
-        ({"cluster": {"environment": {"WANDB_API_KEY": "0123456789" * 4}}}, "cluster.environment.WANDB_API_KEY"),
-        ({"cluster": {"environment": {"HF_TOKEN": "0123456789"}}}, "cluster.environment.HF_TOKEN"),
-        ({"cluster": {"environment": {"AWS_SECRET_ACCESS_KEY": "x0123456789"}}}, "cluster.environment"),
-        ({"cluster": {"environment": {"SOMETHING": "hf_" + "0123456789" * 4}}}, "cluster.environment.SOMETHING"),
-        ({"job": {"setup": ["export PASSWORD=x0123456789"]}}, "job.setup"),
-        ({"job": {"setup": ["ulimit -n 4096", "login --api-key x0123456789"]}}, "job.setup"),
-        ({"job": {"setup": ["curl https://ann:x0123456789@host/file"]}}, "job.setup"),
-        (
-            {"cluster": {"environment": {"AWS_SECRET_ACCESS_KEY": "/Ja0123456789rXUtnFEMI7K9bPx/RfiCYEX0"}}},
-            "cluster.environment",
-        ),
-        ({"cluster": {"environment": {"PGPASSWORD": "x0123456789"}}}, "cluster.environment.PGPASSWORD"),
-        ({"cluster": {"environment": {"DB_PASS": "x0123456789"}}}, "cluster.environment.DB_PASS"),
-        ({"cluster": {"environment": {"AUTHORIZATION": "Bearer x0123456789"}}}, "cluster.environment.AUTHORIZATION"),
-        ({"cluster": {"environment": {"SLACK_WEBHOOK_URL": "https://host/services/T01/B0123456789ab2c/x"}}}, "SLACK"),
-        ({"cluster": {"environment": {"AZURE_STORAGE_CONNECTION_STRING": "AccountKey=0123456789"}}}, "AZURE"),
-        ({"job": {"setup": ['export WANDB_API_KEY="${WANDB_API_KEY:-%s}"' % ("0123456789" * 4)]}}, "job.setup"),
-        ({"job": {"setup": [f"wandb login --relogin {'0123456789' * 4}"]}}, "job.setup"),
-        ({"job": {"setup": [f"aws configure set aws_secret_access_key {'0123456789' * 4}"]}}, "job.setup"),
-        ({"job": {"setup": ["export PASSWORD=$'x0123456789'"]}}, "job.setup"),
-        ({"job": {"setup": ["export PASSWORD=${PASSWORD:-x0123456789}"]}}, "job.setup"),
-    ],
-)
-def test_a_secret_in_the_config_is_refused_and_not_shown(
-    settings: dict[str, Any], where: str, workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = workspace.config("run", **settings)
-    assert main(["submit", str(path)]) == 1
-    assert main(["check", str(path)]) == 1
-    shown = capsys.readouterr()
-    assert "looks like a secret, and the config is copied into the run directory" in shown.out
-    assert where in shown.out
-    assert 'of mode 0600 in job.setup: export NAME="$(cat FILE)"' in " ".join(shown.out.split())
-    assert "0123456789" not in shown.out + shown.err
-    assert not any("0123456789" in each.read_text(errors="replace") for each in workspace.folder.rglob("plan.json"))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *('export HF_TOKEN="$(cat ~/.token)"', "export WANDB_API_KEY=$KEY", "TOKENIZERS_PARALLELISM=false"),
-        *("prog --eos-token=<eos> --max-token=512", "--json-key text", "export SSH_AUTH_SOCK=/tmp/agent"),
-        *("https://host/a:b@c", "--password-file=/home/ann/.pass", "export SECRET_FILE=x", "OLDPWD=/home/ann"),
-        *("export DB_PASS=${DB_PASS:?set it}", "export PASSWORD=${PASSWORD:-}", "KEY=/home/ann/key-v2.json"),
-        *("AUTHORIZATION='Bearer $TOKEN'", "PGPASSWORD=$(cat ~/.pg)", "export TOKEN=/run/user/1000/token.txt"),
-        *("mailto://${USER}:${PASSWORD}@mail?to=a@b.c", "s3://bucket/path", "--pad-token [PAD]", "--sort-key length"),
-    ],
-)
-def test_what_is_no_secret(text: str) -> None:
-    assert describe_secret(text) is None
-
-
-def test_a_secret_of_set_is_not_shown(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(workspace.config("run")), "--set", "cluster.environment.HF_TOKEN=x0123456789"]) == 1
-    shown = capsys.readouterr()
-    assert "--set cluster.environment.HF_TOKEN" in shown.out
-    assert "0123456789" not in shown.out + shown.err
-
-
-def test_no_config_of_the_repository_holds_what_looks_like_a_secret() -> None:
-    files = [path for place in ("configs", "launchers", "examples") for path in (ROOT / place).rglob("*.yaml")]
-    lines = [line for path in files for line in path.read_text().splitlines()]
-    assert len(files) > 10
-    assert [line for line in lines if describe_secret(line)] == []
 
 
 def test_a_variable_of_a_target_that_is_not_set_is_a_warning(
