@@ -395,8 +395,7 @@ def test_the_documents_are_those_of_datatroves_own_executor(tmp_path: Path, step
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The 'registered_domain' property")
 def test_the_filter_of_urls_has_its_own_lists(tmp_path: Path) -> None:
-    if URL not in STEPS:
-        pytest.skip("needs the packages of the filter of URLs")
+    assert URL in STEPS, "its packages are of the extra dev"
     compare_with_executor(tmp_path, [URL])
 
 
