@@ -73,7 +73,7 @@ _HARMLESS = re.compile(
 )
 """Values that are no secrets: references, paths, switches and numbers."""
 _LITERAL = re.compile(r"""['"]?(?:\$['"](.*?)['"]?|\$\{\w+:?[-=](.*?)\}['"]?)$""")
-"""What Bash takes for a text though it begins as a reference: `$'...'`, and the default of a variable."""
+"""A value that begins with `$` and is no reference to Bash: a quoted text `$'...'`, or the default of a variable."""
 SECRET_WORD = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
 """A variable whose name contains this is never shown with its value, such as SLURM_JWT."""
 _ASSIGNMENT = re.compile(r"(?<![\w$-])-{0,2}([A-Za-z_][\w-]*)=(\S*)|(?<!\S)--([A-Za-z][\w-]*) +([^\s-]\S*)")

@@ -31,9 +31,9 @@ class LaneCursor(NamedTuple):
     rows_before: int = 0
     """Rows of the lane in the block before the one with the first token of the next sample."""
     tokens_before: int = 0
-    """Tokens of these rows."""
+    """Tokens of the first `rows_before` rows."""
     empty_before: int = 0
-    """Those of these rows whose text has no token."""
+    """Texts without a token among the first `rows_before` rows."""
     rows: int = 0
     """Rows of the lane's earlier blocks, before any filter."""
     left_out: int = 0

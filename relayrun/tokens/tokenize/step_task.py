@@ -258,7 +258,7 @@ class _Step:
 
 
 class ExclusionWriter:
-    """What a filter of datatrove enters, and gives the documents that it drops: the file stays open until all end."""
+    """A context for datatrove's filters, which enter and leave their `exclusion_writer`: it opens nothing."""
 
     def __enter__(self) -> Self:
         return self

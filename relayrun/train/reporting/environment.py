@@ -132,7 +132,8 @@ GPU_FIELDS = {
     "power_limit": "power.limit",
     "temperature": "temperature.gpu",
 }
-"""What nvidia-smi is asked: MiB, MHz, watts, degrees Celsius. A field that a device does not report is `[N/A]`."""
+"""Fields of `node_gpus`, each with its name in `nvidia-smi --query-gpu`; MiB, MHz, watts, degrees Celsius. A device
+reports `[N/A]` for what it does not have."""
 
 
 def node_gpus() -> list[dict[str, str]]:
