@@ -58,12 +58,16 @@ class ObjectServer:
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
         return boto3.client("s3", endpoint_url=self.endpoint, **keys)
 
+    def names(self, below: str) -> list[str]:
+        """Return the name of every object below a folder of the bucket."""
+        prefix = below.rstrip("/") + "/"
+        found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
+        return [each["Key"].removeprefix(prefix) for each in found]
+
     def objects(self, below: str) -> dict[str, bytes]:
         """Return every object below a folder of the bucket, by its name there."""
-        client, prefix = self.client(), below.rstrip("/") + "/"
-        found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
-        names = [each["Key"].removeprefix(prefix) for each in found]
-        return {name: client.get_object(Bucket=BUCKET, Key=prefix + name)["Body"].read() for name in names}
+        client, top = self.client(), below.rstrip("/")
+        return {n: client.get_object(Bucket=BUCKET, Key=f"{top}/{n}")["Body"].read() for n in self.names(below)}
 
     def close(self) -> None:
         self._process.kill()

@@ -29,6 +29,7 @@ from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from tests.object_server import BUCKET, ObjectServer
 from tests.tokens.test_dump_steps import HERE, Workplace
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,11 @@ def stored(server: ObjectServer, name: str) -> dict[str, bytes]:
     return server.objects(f"{name}/t/d/dump-0")
 
 
+def wait_for_objects(process: Any, server: ObjectServer, name: str, count: int) -> None:
+    """Wait until so many objects are stored, or the work has ended."""
+    wait_for(lambda: not process.is_alive() or len(server.names(f"{name}/t/d/dump-0")) >= count, 120)
+
+
 def begin(config: Path) -> Any:
     """Start the work in a process of its own, and return it."""
 
@@ -107,20 +113,21 @@ def begin(config: Path) -> Any:
     return process
 
 
-def kill(process: Any, moment: float) -> None:
-    time.sleep(moment)
-    process.kill()
-
-
 def test_killed_at_any_moment_it_ends_with_the_bytes_of_a_local_dump(place: Place, server: ObjectServer) -> None:
     whole, kills, random_, took, seen = place.local(), 0, random.Random(48), 0.0, set[int]()
     for number in itertools.count():
         name = f"kills-{number}"
         config, done = place.config(f"s3://{BUCKET}/{name}", name), False
         while not done:
+            there = stored(server, name)
             process, began = begin(config), time.monotonic()
             if took and kills < 10:
-                kill(process, random_.uniform(0, 0.8 * took))
+                if kills % 2:  # between two objects, however long a start takes
+                    more = len(there) + random_.randint(1, 4)
+                    wait_for_objects(process, server, name, more)
+                else:
+                    time.sleep(random_.uniform(0, 0.8 * took))
+                process.kill()
                 kills += 1
             process.join(120)
             done = process.exitcode == 0
