@@ -126,7 +126,7 @@ def test_killed_at_any_moment_it_ends_with_the_bytes_of_a_local_dump(place: Plac
                     more = len(there) + random_.randint(1, 4)
                     wait_for_objects(process, server, name, more)
                 else:
-                    time.sleep(random_.uniform(0, 0.8 * took))
+                    process.join(random_.uniform(0, 0.8 * took))
                 process.kill()
                 kills += 1
             process.join(120)
