@@ -31,7 +31,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, count_noun
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.check.report_text import check_report_as_json, print_findings
+from relayrun.submit.check.report_text import print_findings
 from relayrun.submit.cost import ChainCost, chain_cost
 from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
@@ -124,12 +124,6 @@ def print_campaign_report(report: CampaignReport) -> None:
     errors = sum(len(each.findings.errors) for each in report.reports.values())
     verdict = "submit would refuse this" if errors else "submit would take this"
     print(f"{count_noun(len(report.reports), 'run')}, {count_noun(errors, 'error')}: {verdict}")
-
-
-def campaign_report_as_json(report: CampaignReport) -> dict[str, Any]:
-    """Return a report for JSON: that of each run by its name in the plan."""
-    runs = {name: check_report_as_json(each, []) for name, each in report.reports.items()}
-    return {"campaign": report.described.name, "refused": report.refused, "runs": runs}
 
 
 def check_stages(described: CampaignDescription, manifests: Mapping[str, Manifest]) -> None:

@@ -23,7 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError, warned
 from relayrun.files import write_json
-from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
+from relayrun.tokens.mixture.build_datasets import training_order, validation_sets
 from relayrun.tokens.mixture.stream_worker import RankStreamWorker
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
@@ -106,7 +106,8 @@ class TrainingLoop:
 
     def _open_data(self) -> None:
         config, ranks, manifest = self.config, self.ranks, self.manifest
-        ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
+        names = [source.identity(name) for name, source in config.data.sources.items()]
+        ranks.on_first_rank(partial(check_data, manifest, names, config.data), InputError)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
         cache = self.run_dir.data_cache
         self.order = training_order(config, manifest, opening=opening, cache=cache)

@@ -89,7 +89,8 @@ def check_plan(described: CampaignDescription, given: LocatedSettings, *, json: 
         return _print_passive(findings, json=json)
     report = campaign.check_campaign(described)
     if json:
-        print(json_text(campaign.campaign_report_as_json(report)))
+        runs = {name: report_text.check_report_as_json(each, []) for name, each in report.reports.items()}
+        print(json_text({"campaign": described.name, "refused": report.refused, "runs": runs}))
     else:
         campaign.print_campaign_report(report)
     return int(report.refused)

@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
-from relayrun.config.sections.base import AnySection, is_section, section_fields, section_json_schema
+from relayrun.config.sections.base import AnySection, is_section, section_fields
 from relayrun.errors import ConfigError
 
 
@@ -127,7 +129,7 @@ def json_schema() -> dict[str, Any]:
 
 def _settings(section: AnySection, prefix: str) -> Iterator[Setting]:
     words = _docstrings(section)  # type: ignore[arg-type]  # a class is hashable
-    shown = section_json_schema(section)
+    shown = TypeAdapter(section).json_schema()
     for field, info in section_fields(section).items():
         name = f"{prefix}{field}"
         inner, form = _section_in(info.annotation)

@@ -142,10 +142,10 @@ def read_resolved_config(path: Path) -> CommonConfig:
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
     changes: dict[str, Any] = {"run_dir": run_directory(config.run_dir, config.project, config.name, root)}
     if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
-        data = config.data
+        data, tokenizer = config.data, _absolute(config.data.tokenizer, root)
         changes["data"] = data.model_copy(
             update={
-                "tokenizer": _absolute_or_name(data.tokenizer, root),
+                "tokenizer": tokenizer if Path(tokenizer).exists() else data.tokenizer,  # a name on the hub
                 "datasets": [_absolute_or_url(folder, root) for folder in data.datasets],
                 "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
                 "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
@@ -203,12 +203,6 @@ def _absolute_source(source: DataSource, root: Path) -> DataSource:
 
 def _absolute_or_url(path: str, root: Path) -> str:
     return path if "://" in path else _absolute(path, root)
-
-
-def _absolute_or_name(text: str, root: Path) -> str:
-    """Return an absolute path if it exists; otherwise a name of the Hugging Face hub."""
-    path = _absolute(text, root)
-    return path if Path(path).exists() else text
 
 
 def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from relayrun.config.sections.dataclass_section import DataclassSection
@@ -61,7 +61,3 @@ def section_fields(section: AnySection) -> Mapping[str, FieldInfo]:
             info.default = field.default
         found[field.name] = info
     return found
-
-
-def section_json_schema(section: AnySection) -> dict[str, Any]:
-    return section.model_json_schema() if issubclass(section, BaseModel) else TypeAdapter(section).json_schema()

@@ -33,8 +33,8 @@ from relayrun.control.agent.requests import Requests
 from relayrun.control.agent.restart import (
     RECORD_PAUSE,
     CurrentRestart,
+    ForeignRestart,
     conclude_restart,
-    foreign_restart_of,
     record_too_few_nodes,
 )
 from relayrun.control.decisions import Death
@@ -78,7 +78,7 @@ class Coordinator:
     ) -> None:
         begin = attempt.started_record()
         self._health = None if plan.chain.node_health == "off" else JobHealth(attempt, plan, say=say)
-        self._between = foreign_restart_of(run, plan, attempt, say=say)
+        self._between = None if plan.trainer == "native" else ForeignRestart(run, plan, attempt, say=say)
         self._run, self._plan, self._attempt, self._links, self._say = run, plan, attempt, links, say
         wanted = plan.nodes if plan.outlives_nodes else nodes
         self._places = NodeRanks(wanted, spare=nodes - wanted)

@@ -45,11 +45,6 @@ def restart_ranks_exited_line(number: int) -> str:
     return f"restart {number}: no rank is left here"
 
 
-def foreign_restart_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> ForeignRestart | None:
-    """Return the work between two restarts of this run; None if its ranks write their records themselves."""
-    return None if plan.trainer == "native" else ForeignRestart(run, plan, attempt, say=say)
-
-
 class ForeignRestart:
     """The records and files of a foreign program, between its restarts. `say`: writes a line into the job's log."""
 

@@ -99,7 +99,8 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     scheduler.adopt(job, plan)
     if plan.format != PLAN_FORMAT:
         log_line(f"the run directory is brought from format {plan.format} to {PLAN_FORMAT}")
-        plan = plan.migrate(run)
+        plan = replace(plan, format=PLAN_FORMAT)
+        plan.write(run.plan)
     cancelled, verdict = _close_predecessor(run, plan, scheduler)
     line = Lineage(run)
     chosen = line.chosen_by_hand()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from relayrun.errors import RunDirError, user_name
 from relayrun.trust import OTHER_OWNER_HINT, UntrustedError, read_owned, refuse_untrusted, write_owned
 
 PLAN_FORMAT = 3
-"""Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""
+"""Format number of the run directory; a job of this version converts an older one, and a newer one is refused."""
 
 ACTED_ON_NAMES = (
     *(PLAN_NAME, "job.sbatch", "fallback.sbatch", "evaluation.sbatch", "local", "attempts", "membership.json"),
@@ -167,12 +167,6 @@ class Plan(Record):
         top = os.path.realpath(run.path)
         roots = (os.path.realpath(root) for root in (self.package_root, self.trainer_settings.get("dir")) if root)
         return [os.path.relpath(root, top) for root in roots if root.startswith(f"{top}/")]
-
-    def migrate(self, run: Run) -> Plan:
-        """Convert the run directory of a chain that goes on to this version's format; return its plan."""
-        plan = replace(self, format=PLAN_FORMAT)
-        plan.write(run.plan)
-        return plan
 
     @property
     def fallback_job(self) -> bool:

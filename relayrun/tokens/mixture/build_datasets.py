@@ -90,10 +90,6 @@ def validation_set(
     return ValidationSet(name=name, dataset=dataset)
 
 
-def mixture_datasets(config: RunConfig) -> list[str]:
-    return [source.identity(name) for name, source in config.data.sources.items()]
-
-
 def make_dataset(
     config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
 ) -> Dataset | Stream:

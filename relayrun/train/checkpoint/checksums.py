@@ -203,13 +203,6 @@ def missing_is_damage(name: str, folder: Path | str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
 
 
-def open_checksums(folder: Path, root: str | None) -> Checksums | None:
-    """Return the checksums of a checkpoint; None if it never had any. Raises DamagedCheckpoint if they were lost."""
-    if root is None and not (folder / CHECKSUM_INDEX).exists():
-        return None
-    return Checksums(folder, root)
-
-
 def committed_checksum(folder: Path | str) -> str | None:
     """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
     commit = checkpoint_records.newest_commit_at(folder)

@@ -59,7 +59,7 @@ from relayrun.control.trainers.torch_files import (
 from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import megatron_folder
-from relayrun.train.checkpoint.checksums import DamagedCheckpoint, missing_is_damage, open_checksums
+from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, Checksums, DamagedCheckpoint, missing_is_damage
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
 
@@ -94,7 +94,8 @@ class CheckedReader(FileSystemReader):
         """Ranks that share the reading of blocks; None: this rank reads all its blocks."""
         self.bytes_wanted = self.bytes_read = 0
         """Bytes of blocks so far: needed by this rank, and read by it, for others as well."""
-        self._sums = open_checksums(folder, root)
+        had_sums = root is not None or (folder / CHECKSUM_INDEX).exists()
+        self._sums = Checksums(folder, root) if had_sums else None
         self.metadata = parse_metadata(self._whole(METADATA_FILE), folder, checked=self.checked)
         self._common = self._whole(COMMON_FILE)
         self._whole(FORMAT_FILE)  # megatron-core reads it again
