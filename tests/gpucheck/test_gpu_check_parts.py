@@ -23,7 +23,7 @@ from relayrun.lab.gpucheck import check, performance, report, runs
 from relayrun.lab.gpucheck.check import PARTS, CheckPart
 from relayrun.lab.gpucheck.performance import affordable_layers, estimated_micro_batch
 from relayrun.lab.gpucheck.resume import attempt_values
-from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures, check_sizes
+from relayrun.lab.gpucheck.setup import DIGESTS_FILE, CheckFailed, CheckSetup, PartFigures
 from relayrun.train.model.size import memory_bytes
 from tests.waiting import wait_for
 
@@ -215,7 +215,7 @@ def test_the_micro_batch_is_the_largest_that_fits_by_the_estimate() -> None:
     config = resolve.require_native(
         resolve.load_run_config(places.shared_file("configs/runs/llama3-1b.yaml"), overrides)
     )
-    memory, vocabulary = 150_000_000_000, check_sizes(tiny=False).vocabulary
+    memory, vocabulary = 150_000_000_000, CheckSetup(folder="", tiny=False).sizes.vocabulary
 
     def estimate(micro_batch: int) -> float:
         training = config.training.model_copy(update={"micro_batch_size": micro_batch})

@@ -133,21 +133,20 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     tell = drill.site.tell
     if options.again:
         drill.forget_results()
-    stopped = False
     if names := drill.pending_tests():
         drill.check()
         tell(f"{drill.cost(names)}; in {drill.folder}")
         if not options.yes and not _confirmed():
             tell("nothing was queued")
             return 1
-        try:
-            drill.run_pending()
-        except KeyboardInterrupt:
-            stopped = True
-        finally:
-            _write_report(drill)
-    else:
-        _write_report(drill)
+    stopped = False
+    try:
+        drill.run_pending()
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        with atomic_file(drill.folder / "drill.md") as temporary:
+            temporary.write_text(session.markdown_report(drill), encoding="utf-8")
     if options.json:
         print(json_text(session.session_as_json(drill)))
     else:
@@ -157,11 +156,6 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
         tell("stopped; the same command goes on behind the rows that are done")
         return INTERRUPTED_EXIT_CODE
     return int(bool(drill.failed_results()))
-
-
-def _write_report(drill: FaultSession) -> None:
-    with atomic_file(drill.folder / "drill.md") as temporary:
-        temporary.write_text(session.markdown_report(drill), encoding="utf-8")
 
 
 def _confirmed() -> bool:

@@ -20,10 +20,6 @@ from relayrun.errors import SchedulerError
 from relayrun.lab.faults.target import ClusterUnderTest
 
 
-def do_nothing(_target: ClusterUnderTest) -> None:
-    pass
-
-
 def kill_rank(target: ClusterUnderTest) -> None:
     """Send SIGKILL to rank 1 after iteration 15, when there is a checkpoint to resume from."""
     target.wait_iteration(15)
@@ -54,6 +50,9 @@ def kill_while_staging(target: ClusterUnderTest) -> None:
     staged = target.run.staging(1) / "iter_0000020"
     target.wait(lambda: (staged / "metadata.json").exists())
     target.signal("rank", signal.SIGKILL)
+
+
+start_next_job_now = ClusterUnderTest.start_successor_now
 
 
 def cancel(target: ClusterUnderTest) -> None:
@@ -95,11 +94,6 @@ def signal_save_and_exit(target: ClusterUnderTest) -> None:
     target.order("scancel", "--signal=USR2", "--batch", target.job_id())
 
 
-def start_next_job_now(target: ClusterUnderTest) -> None:
-    """Start the next job without its delay."""
-    target.start_successor_now()
-
-
 def kill_watch(target: ClusterUnderTest) -> None:
     """Kill the watch, and stop a rank."""
     target.wait_iteration(15)
@@ -134,7 +128,7 @@ class Fault:
     what: str
     causes: Sequence[str]
     """Required causes of the attempts' ends, in order; see `AttemptEnd.cause`. `a|b`: either."""
-    act: Callable[[ClusterUnderTest], None] = do_nothing
+    act: Callable[[ClusterUnderTest], None] = lambda target: None
     """Called when the first attempt has begun."""
     _: KW_ONLY
     inject: str = ""
@@ -162,8 +156,9 @@ UNDISTURBED = Fault("undisturbed", "nothing: what the others are compared with",
 def read_faults(path: Path, actions: Mapping[str, Any], *, kind: type[Fault] = Fault) -> tuple[Fault, ...]:
     """Return the faults of a table, whose `act` names one of `actions`. Raises ConfigError, KeyError."""
 
-    def fault(name: str, what: str, causes: Sequence[str], *, act: str = "do_nothing", **others: Any) -> Fault:
-        return kind(name, what, tuple(causes), actions[act], **others)
+    def fault(name: str, what: str, causes: Sequence[str], **others: Any) -> Fault:
+        own = {"act": actions[others["act"]]} if "act" in others else {}
+        return kind(name, what, tuple(causes), **others | own)
 
     return tuple(fault(name, **values) for name, values in yaml_file.read_yaml(path).values.items())
 

@@ -107,10 +107,6 @@ def _environment(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
 def _resume(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
         yield _equality(f"resume after {cut}", figures.get("resumed", {}).get(cut))
-    yield from _recovery(figures)
-
-
-def _recovery(figures: FigureMap) -> Iterator[CheckRow]:
     job, bits = figures.get("job"), figures.get("bits")
     failed = [] if job is None else job["restarts"]
     value = ""

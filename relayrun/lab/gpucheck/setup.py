@@ -94,14 +94,6 @@ class CheckSizes:
     """Rows of the square matrices of the timed product."""
 
 
-def check_sizes(*, tiny: bool) -> CheckSizes:
-    """Return the sizes for a GPU, or tiny ones (`sizes.yaml`)."""
-
-    values = yaml_file.read_yaml(Path(__file__).with_name("sizes.yaml")).values["tiny" if tiny else "full"]
-    model = {} if tiny else yaml_file.read_yaml(places.shared_file("configs/models/llama3-1b.yaml")).values
-    return CheckSizes(**model | values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckSetup:
     """Arguments and device of a check, which its parts read from a file."""
@@ -124,7 +116,10 @@ class CheckSetup:
 
     @property
     def sizes(self) -> CheckSizes:
-        return check_sizes(tiny=self.tiny)
+        """Sizes for a GPU, or tiny ones (`sizes.yaml`)."""
+        values = yaml_file.read_yaml(Path(__file__).with_name("sizes.yaml")).values["tiny" if self.tiny else "full"]
+        model = {} if self.tiny else yaml_file.read_yaml(places.shared_file("configs/models/llama3-1b.yaml")).values
+        return CheckSizes(**model | values)
 
     @property
     def path(self) -> Path:

@@ -1,24 +1,28 @@
 """The report as one HTML file, about one run or about several, one after the other.
 
 `templates/report.html` says where everything stands; here are the values of its charts and the cells of its tables.
+All text of a run is escaped, so its name stays text. A content policy forbids scripts and network access. The style
+sheet serves narrow and wide screens, light and dark, and paper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import relayrun
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.files import text_of
+from relayrun.terminal import parse_column_header
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, Chart, ChartLine, ChartMark
-from relayrun.watch.report.html import render_page
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
 from relayrun.watch.text import format_exact_seconds, format_optional, format_time
@@ -41,8 +45,12 @@ METRIC_CHARTS = (
 
 def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
     """Return the HTML of a page about these runs, with the time `now` in seconds since 1970."""
-    return render_page(
-        "report.html",
+    templates = FileSystemLoader(Path(__file__).parent / "templates")
+    made = Environment(
+        loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    made.filters |= {"column": parse_column_header, "percent": "{:.2%}".format}
+    return made.get_template("report.html").render(
         title=", ".join(page.name for page in pages),
         made=f"As it was at {format_time(now)}; relayrun {relayrun.__version__}.",
         runs=[_run_values(page) for page in pages],
@@ -93,7 +101,7 @@ def _run_values(page: RunReportData) -> dict[str, Any]:
         "evaluations": _evaluation_rows(page),
         "saves": _saves(page),
         "checkpoints": _checkpoint_rows(page),
-        "changes": [(str(change.revision), line) for change in page.changes for line in change.lines],
+        "changes": page.changes,
     }
 
 

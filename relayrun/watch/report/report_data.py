@@ -50,14 +50,6 @@ class AttemptRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigChange:
-    """A revision of the config, and its changed settings."""
-
-    revision: int
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class DatasetRead:
     """Samples read of one data set, up to the durable checkpoint."""
 
@@ -90,7 +82,8 @@ class RunReportData:
     data: Sequence[DatasetRead]
     data_missing: str
     """Reason why `data` is unknown; empty if it is known."""
-    changes: Sequence[ConfigChange]
+    changes: Sequence[tuple[str, str]]
+    """Revision of the config and a line, for each changed setting."""
     config: str
     """The newest revision of the config."""
     status: RunSummary
@@ -235,18 +228,16 @@ def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
     return [], "no attempt has written down its data order"
 
 
-def _config_changes(run: Run) -> list[ConfigChange]:
+def _config_changes(run: Run) -> list[tuple[str, str]]:
     """Changed settings of each revision; the first has none."""
-    found = []
-    before = None
+    found, before = [], None
     for revision in run.revisions():
         try:
             config = resolve.read_resolved_config(run.config_revision(revision))
         except (RelayrunError, OSError) as error:  # e.g. of another version
-            found.append(ConfigChange(revision=revision, lines=[f"not readable: {getattr(error, 'message', error)}"]))
-            continue
-        if before is not None:
-            lines = config_differences(before, config) or ["the same settings"]
-            found.append(ConfigChange(revision=revision, lines=lines))
-        before = config
+            lines = [f"not readable: {getattr(error, 'message', error)}"]
+        else:
+            lines = [] if before is None else config_differences(before, config) or ["the same settings"]
+            before = config
+        found += [(str(revision), line) for line in lines]
     return found
