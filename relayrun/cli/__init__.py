@@ -23,12 +23,12 @@ from relayrun.errors import begin_changes, did_you_mean, run_command
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
 COMMANDS = {
-    "init": ("site.new_project", "a new project: launchers, configs and a site file in a folder of its own"),
+    "init": ("site.help", "a new project: launchers, configs and a site file in a folder of its own"),
     "help": ("site.help", "search the pages and the settings, or show a page"),
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
     "forecast": ("run.forecast", "effective training time to expect of so many nodes that fail so often"),
-    "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
+    "adopt": ("run.settings", "a run config from an existing launcher of Megatron-LM, line by line"),
     "wrap": ("run.wrap", "run an existing sbatch script, unchanged, as a chain of jobs"),
     "resume": ("run.submit", "submit a run again as it was submitted last"),
     "launch": ("run.submit", "what the sbatch scripts of launchers/ call"),
@@ -46,7 +46,7 @@ COMMANDS = {
     "trial": ("site.lab", "whether a program resumes and leaves when asked, in a short run that is killed on purpose"),
     "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes, added to its site file"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
-    "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),
+    "why": ("watch.logs", "why an attempt ended: the first cause, how sure it is, and what to do next"),
     "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),
     "stages": (
         "run.sweeps_and_stages",
@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "sentinel": ("watch.cron_check", "a check from cron: tells of runs whose jobs are gone, held or stuck"),
     "goodput": ("watch.report", "where the node hours of runs went: every second of every node in one named part"),
-    "metrics": ("watch.metrics", "metrics of runs for Prometheus: as text, as a file, or over HTTP on this machine"),
+    "metrics": ("watch.report", "metrics of runs for Prometheus: as text, as a file, or over HTTP on this machine"),
     "runs": ("watch.runs", "runs in folders: where they stand and how large they are; archive and move them"),
     "report": ("watch.report", "what runs did, as a page for a browser; --text: in the terminal"),
     "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),

@@ -64,20 +64,17 @@ class SubmittedRun:
 def submit_run(
     config: CommonConfig,
     *,
-    resume: bool = False,
-    accept_data_change: bool = False,
-    take_over: bool = False,
     given: LocatedSettings | None = None,
     confirm: Callable[[ChainCost], None] = lambda _: None,
+    **intents: bool,
 ) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
-    `resume`: allow a chain that has ended. `take_over`: go on with the run of another user, whose jobs have ended,
-    in a new run directory.
-    `given`: the locations of the settings, for errors. `confirm`: raises an error if the cost is refused.
+    `given`: the locations of the settings, for errors. `confirm`: raises an error if the cost is refused. `intents`:
+    those of `SubmitIntent`.
     """
-    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    config, former = existing_run.own_run(config, take_over=take_over, now=time.time())
+    intent = SubmitIntent(**intents)
+    config, former = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
     with prepared_run(config, intent, given, former=former, confirm=confirm) as (run, plan):
         return SubmittedRun(run=run, plan=plan, job_id=jobs.queue_first_job(run, plan, _scheduler(plan, run)))
 

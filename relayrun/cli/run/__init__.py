@@ -1,8 +1,8 @@
 """Commands that start, change and end runs.
 
 submit                submit, check, resume, launch
-adopt, wrap           of the same names
-settings              config, diff, explain
+wrap                  of the same name
+settings              config, diff, explain, adopt
 sweeps_and_stages     sweep, stages
 stop                  save, stop, cancel
 """

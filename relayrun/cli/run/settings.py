@@ -1,9 +1,11 @@
-"""`relayrun config`, `diff` and `explain`: the settings of a run, their origins, differences and meanings."""
+"""`relayrun config`, `diff`, `explain` and `adopt`: the settings of a run, their origins, differences and meanings, and
+a run config from an existing launcher of Megatron-LM, with a table of every line."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,14 @@ from relayrun.config.compose.campaign import campaign_kind, describe_campaign
 from relayrun.config.compose.describe import Setting
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig
-from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.config.compose.yaml_file import LocatedSettings, Location, dump_yaml
 from relayrun.control.rundir.campaign import Campaign, is_campaign
 from relayrun.control.rundir.find_runs import find_run, runs_folder
-from relayrun.errors import ConfigError, did_you_mean_path
+from relayrun.errors import ConfigError, combined_error, did_you_mean_path
+from relayrun.files import write_atomic
+from relayrun.submit.adopt import adopt
 from relayrun.submit.launcher_overrides import SETTING_VARIABLES, TRAINER_VARIABLES
+from relayrun.terminal import print_rows
 
 ORIGIN_COLUMN = 60
 """Column of the origins, unless a value is longer."""
@@ -170,3 +175,40 @@ def run_diff(options: argparse.Namespace) -> int:
         found = [line for name in {**one, **other} for line in _member_differences(name, one, other)]
     print("\n".join(found) if found else "the settings of both are the same")
     return 1 if found else 0
+
+
+def add_adopt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun adopt`."""
+    parser.add_argument("launcher", type=Path, help="a launcher in Bash that starts pretrain_*.py; no line of it runs")
+    parser.add_argument("--output", type=Path, help="the run config to write; default: configs/runs/NAME.yaml")
+    parser.add_argument("--cluster", default="generic", help="the site of the run, a file of configs/clusters")
+    parser.add_argument("--checkout", help="folder of Megatron-LM, in place of the launcher's own")
+    parser.add_argument(
+        "--env", metavar="NAME=VALUE", action="append", default=[], help="a variable that the launcher finds"
+    )
+    parser.add_argument("arguments", nargs="*", help="its arguments, right behind it")
+    parser.set_defaults(run=run_adopt)
+
+
+def run_adopt(options: argparse.Namespace) -> int:
+    """Write the run config, and print the table of lines. Raises ConfigError for parts that nothing takes."""
+    given = dict(text.partition("=")[::2] for text in options.env)
+    if bad := [text for text in options.env if not text.partition("=")[0].isidentifier()]:
+        raise ConfigError(f"{bad[0]!r} is no variable", where="--env", hint="write NAME=VALUE")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    given |= {str(number): text for number, text in enumerate(options.arguments, start=1)}
+    found = adopt(options.launcher, outside | given, site=options.cluster, checkout=options.checkout)
+    print_rows(
+        ("line", "yours", "used", "why"),
+        [[text if len(text) <= 90 else f"{text[:87]}..." for text in row] for row in found.rows],
+    )
+    if found.errors:
+        raise combined_error(found.errors, "parts of the launcher are not taken")
+    output = options.output or Path("configs", "runs", f"{found.settings['name']}.yaml")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_atomic(output, f"# Adopted from {options.launcher.resolve()}\n{dump_yaml(found.settings)}", new=True)
+    except FileExistsError:
+        raise ConfigError("exists already", where=output, hint="give another --output, or remove it") from None
+    print(f"wrote {output}; next: relayrun check {output}")
+    return 0

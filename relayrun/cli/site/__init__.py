@@ -1,6 +1,5 @@
 """Commands that set up and test an installation.
 
-new_project    init
-completion     completion of commands in shells, by argcomplete
-lab            gpu-check, drill, site probe
+help    help, init
+lab     gpu-check, drill, trial, site probe
 """

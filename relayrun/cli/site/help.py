@@ -1,4 +1,4 @@
-"""`relayrun help`: the pages of this installation, and a search of pages and settings."""
+"""`relayrun help` and `init`: the pages of this installation, a search of pages and settings, and a new project."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import math
 import operator
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +22,14 @@ _ENDING = re.compile(r"(?<=\w{4})(ions?|ings?|ed|es|s)$")
 _FILLERS = {"the", "and", "for", "from", "with", "how", "when", "where", "are", "can", "does", "what", "why", "not"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_help_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun help`."""
     words = "the name of a page, which is shown, or words to search for; without WORDS: all pages"
     parser.add_argument("words", nargs="*", metavar="WORDS", help=words)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_help)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_help(options: argparse.Namespace) -> int:
     """Show a page, or what was found. Raises InputError if nothing was."""
     known = pages()
     name = "-".join(options.words).removesuffix(".md")
@@ -93,3 +95,34 @@ def _sections(name: str, path: Path) -> Iterator[_Section]:
     for heading, _, body in (("", "", text), *(part.partition("\n") for part in parts)):
         line = f"{title}: {heading}" if heading else title
         yield _Section(name, f"{name} {title} {heading or wants}", line, body)
+
+
+def add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun init`."""
+    from relayrun.submit import project  # slow import, not needed for `help`
+
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if missing; files in it are kept")
+    parser.add_argument("--template", choices=project.TEMPLATES, default="native", help="what the project is for")
+    words = f"the site file to copy: {', '.join(project.site_names())}, or the path of your own"
+    default = "default: generic if there is an sbatch, else local"
+    parser.add_argument("--cluster", metavar="NAME_OR_PATH", help=f"{words} ({default})")
+    parser.add_argument("--inside", action="store_true", help="allow a FOLDER inside another project or checkout")
+    parser.set_defaults(run=run_init)
+
+
+def run_init(options: argparse.Namespace) -> int:
+    """Write a project, and print the next commands. Raises RelayrunError."""
+    from relayrun.config.compose.writable import check_outputs
+    from relayrun.submit import project
+
+    check_outputs({"FOLDER": options.folder})
+    cluster = options.cluster or ("generic" if shutil.which("sbatch") else "local")
+    made = project.make_project(options.folder, cluster=cluster, template=options.template, inside=options.inside)
+    kept = len(made) - (new := sum(made.values()))
+    words = f", {kept} were there and are kept" if kept else ""
+    print(f"{options.folder}: {new} files written, for cluster {cluster!r}{words}; next:")
+    print(
+        *(f"  {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *project.TEMPLATES[options.template])),
+        sep="\n",
+    )
+    return 0

@@ -1,4 +1,4 @@
-"""`relayrun logs`: the output of a run's jobs."""
+"""`relayrun logs` and `why`: the output of a run's jobs, and the first cause of the end of an attempt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from relayrun.cli import add_run
@@ -13,12 +14,14 @@ from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
-from relayrun.watch import follow
+from relayrun.terminal import inert
+from relayrun.watch import follow, why
+from relayrun.watch.text import json_text
 
 POLL_SECONDS = 1.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun logs`."""
     add_run(parser)
     parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file (50)")
@@ -26,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("-f", "--follow", action="store_true", help="go on with what is added, job after job")
     which.add_argument("--attempt", type=int, metavar="N", help="of this attempt, not the newest one")
     parser.add_argument("--rank", type=int, metavar="R", help="last words and stacks of one rank")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_logs)
 
 
-def run(options: argparse.Namespace) -> int:
+def run_logs(options: argparse.Namespace) -> int:
     """Print the end of a job's logs and, with --follow, new output until the chain ends. Raises RunDirError."""
     found = find_run(options.name)
     if options.rank is not None:
@@ -97,3 +100,27 @@ def _decoded(line: bytes) -> str:
         return line.decode()
     except UnicodeDecodeError:
         return line.decode("latin-1")
+
+
+def add_why_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun why`."""
+    add_run(parser)
+    parser.add_argument("--attempt", type=int, metavar="N", help="of this attempt, not the newest one")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run_why)
+
+
+def run_why(options: argparse.Namespace) -> int:
+    """Print why an attempt ended. Raises RunDirError if there is no such run or attempt."""
+    folder = Path(options.name).expanduser()
+    found = Run(folder.absolute()) if (folder / "attempts").is_dir() else find_run(options.name)
+    numbers = found.attempt_numbers()
+    if options.attempt is not None and options.attempt not in numbers:
+        known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+        raise RunDirError(f"this run has no attempt {options.attempt}; there are: {known}", where=found.attempts)
+    explanation = why.explain(found, options.attempt)
+    if options.json:
+        print(json_text(asdict(explanation)))
+    else:
+        print("\n".join(inert(line) for line in why.explanation_lines(explanation)))
+    return 0

@@ -92,7 +92,7 @@ class BashText:
         if self.text[at] == "\\":
             return at + 2
         if self.text[at] == "`":
-            return self._behind("`", at, escaped=True)
+            return self._closed("`", at, escaped=True)
         if self.text.startswith(("$(", "?(", "*(", "+(", "@(", "!("), at):
             return self.parentheses(at + 1)
         if self.text.startswith("${", at):
@@ -102,7 +102,7 @@ class BashText:
             return at + 1
         if quote[0][-1] == '"':
             return self._closed('"', quote.end() - 1, in_quotes=True)
-        return self._behind("'", quote.end() - 1, escaped=len(quote[0]) == 2)
+        return self._closed("'", quote.end() - 1, escaped=len(quote[0]) == 2)
 
     def parentheses(self, at: int) -> int:
         """Behind the parenthesis that closes this one. Comments, quotes and nested parentheses are passed over."""
@@ -120,23 +120,17 @@ class BashText:
                 at = self.token(at)
         raise UnreadableBash(start, "a ( is not closed")
 
-    def _closed(self, close: str, start: int, *, in_quotes: bool) -> int:
-        """Behind the quote or brace that closes this one."""
+    def _closed(self, close: str, start: int, *, in_quotes: bool = False, escaped: bool = False) -> int:
+        """Behind the quote or brace that closes this one. `escaped`: single quotes and backquotes may have escapes."""
         at = start + 1
         while at < len(self.text):
             if self.text[at] == close:
                 return at + 1
-            at = self.token(at, in_quotes=in_quotes and self.text[at] != '"')
+            if close in "'`":
+                at += 2 if escaped and self.text[at] == "\\" else 1
+            else:
+                at = self.token(at, in_quotes=in_quotes and self.text[at] != '"')
         raise UnreadableBash(start, f"a {'${' if close == '}' else close} is not closed")
-
-    def _behind(self, quote: str, start: int, *, escaped: bool) -> int:
-        """Behind the next quote of this kind."""
-        at = start + 1
-        while at < len(self.text):
-            if self.text[at] == quote:
-                return at + 1
-            at += 2 if escaped and self.text[at] == "\\" else 1
-        raise UnreadableBash(start, f"a {quote} is not closed")
 
 
 def parse(text: str) -> list[Node]:
