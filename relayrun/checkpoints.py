@@ -60,8 +60,7 @@ def saving(
     """
     top = Path(root).absolute()
     staged = top / ".staging" / f"step_{step:07}"
-    with contextlib.suppress(FileNotFoundError):
-        remove_path(staged.parent)  # of a save that failed
+    remove_path(staged.parent)  # of a save that failed
     staged.mkdir(parents=True)
     yield staged
     _write_index(staged, step)

@@ -90,11 +90,12 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
 
 
 def remove_path(path: str | os.PathLike[str]) -> None:
-    """Remove a file, a link, or a folder with its content. Raises OSError."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+    """Remove a file, a link, or a folder with its content, if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
 
 
 def surely_remove(path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relayrun.cli.__main__ import main
-from relayrun.cli.run import adopt as command
+from relayrun.cli.run import settings as command
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import MegatronConfig
 from relayrun.config.compose.yaml_file import dump_yaml, read_yaml

@@ -72,7 +72,7 @@ class ResumeGuard:
                     (kept / name).parent.mkdir(parents=True, exist_ok=True)
                     os.link(path / name, kept / name)
             except OSError as error:
-                _remove(kept)
+                remove_path(kept)
                 refused.append(f"{path}: no hard link to its files: {error.strerror}")
             _set_writable(kept, False)
         return [f"not kept from a program that begins anew: {refused[0]}"] if refused else []
@@ -95,7 +95,7 @@ class ResumeGuard:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(kept, path)
                 done.append(f"{path} is there again as it was")
-            _remove(kept)
+            remove_path(kept)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(self.folder / ".kept")
         return done
@@ -131,11 +131,6 @@ def _set_writable(kept: Path, writable: bool) -> None:
         with contextlib.suppress(OSError):  # another user's
             mode = (kept / name).stat().st_mode
             os.chmod(kept / name, mode | stat.S_IWUSR if writable else mode & ~stat.S_IWUSR)
-
-
-def _remove(kept: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        remove_path(kept)
 
 
 REMOVE_SECONDS = 0.5

@@ -5,7 +5,6 @@ A copy grows in `.staging`, gets its name by a rename, then its line in the reco
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -117,7 +116,7 @@ def tidy(place: Path, names: set[str], missing: set[str]) -> None:
     shutil.rmtree(place / ".removing", ignore_errors=True)
     for entry in (place / ".staging").iterdir():
         if entry.name.removesuffix(".json") not in missing:
-            remove_tree(entry)
+            remove_path(entry)
 
 
 def refuse_place_of_others(place: Path) -> None:
@@ -138,7 +137,7 @@ def stage_files(source: Path, commit: CheckpointCommit, staged: Path) -> None:
     except (FileNotFoundError, ValueError):
         same = False
     if not same:
-        remove_tree(staged)
+        remove_path(staged)
         staged.parent.mkdir(parents=True, exist_ok=True)
         write_json(marker, commit_identity(commit))
     with Progress(f"copying iteration {commit.iteration}", sum(commit.files.values())):
@@ -173,10 +172,4 @@ def commit_marker(staged: Path) -> Path:
 def remove_staged(staged: Path) -> None:
     """Remove staged files and their marker. Raises OSError."""
     commit_marker(staged).unlink(missing_ok=True)
-    remove_tree(staged)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a folder or file that may be gone already. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        remove_path(path)
+    remove_path(staged)

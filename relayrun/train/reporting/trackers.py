@@ -24,6 +24,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import TrackerRun, read_tracker_runs
 from relayrun.control.trainers.tools import WandbMode
+from relayrun.files import parse_record
 from relayrun.leftovers import open_lock
 
 SPEED_METRICS = frozenset(
@@ -156,11 +157,7 @@ class PointReader:
                     if not line.endswith(b"\n"):
                         return
                     self._offset += len(line)
-                    try:
-                        value = json.loads(line)
-                    except ValueError:  # a line torn by a kill or a full disk
-                        continue
-                    if not isinstance(value, dict):
+                    if (value := parse_record(line)) is None:  # a line torn by a kill or a full disk
                         continue
                     if self._rollbacks:
                         self._rollbacks -= "rollback" in value
