@@ -450,13 +450,13 @@ def test_ranks_that_could_not_be_ended_are_ended_by_the_next_look(scene: Scene) 
     def away() -> None:
         raise OSError("no answer")
 
-    observer._end = away
+    observer.end = away
     scene.script.step(1)
     observer.look()
     scene.script.step(2)
     with pytest.raises(OSError, match="no answer"):
         observer.look()
-    observer._end = partial(ended.append, "ranks")
+    observer.end = partial(ended.append, "ranks")
     observer.look()
     assert ended == ["ranks"]
 

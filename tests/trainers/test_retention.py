@@ -153,7 +153,7 @@ def test_a_kill_at_any_point_leaves_no_half_checkpoint_under_its_name(tmp_path: 
         scene.script.save(4)
         scene.script.saved = scene.there()
         scene.observer._record()
-        kept = scene.observer._retention
+        kept = scene.observer.retention
         assert kept is not None
         with pytest.MonkeyPatch.context() as patch:
             kill_after(patch, allowed)

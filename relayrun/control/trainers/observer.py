@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from relayrun.control.job_log import job_output_files, log_line
 from relayrun.control.rundir import restarts, triggers
@@ -76,46 +76,33 @@ SAVE_STEPS = 2
 """A program that makes this many steps after a request to leave has not received it."""
 
 
+@dataclass(eq=False)
 class ProgramObserver:
-    """Observes one attempt.
+    """Observes one attempt."""
 
-    Args:
-        leave: asks the program to save and leave. `attempts/N/stop` is written after it, so that a kill in between asks
-            again.
-        retention: removes old checkpoints; None: they all stay, or the program removes them itself.
-        guard: keeps the checkpoints until the program is known to have resumed; None: nothing does.
-        end: kills the ranks; None: nothing does.
-        ask_again: repeat a request while the program trains on: a signal is lost before the program has a handler, or
-            while Slurm's controller is away. For programs that bear a second signal.
+    run: Run
+    attempt: Attempt
+    begin: AttemptStart
+    program: TrainerProgram
+    leave: Callable[[], None]
+    """Asks the program to save and leave. `attempts/N/stop` is written after it, so that a kill in between asks again.
     """
+    retention: CheckpointRetention | None = None
+    """Removes old checkpoints; None: they all stay, or the program removes them itself."""
+    guard: ResumeGuard | None = None
+    """Keeps the checkpoints until the program is known to have resumed; None: nothing does."""
+    end: Callable[[], None] | None = None
+    """Kills the ranks; None: nothing does."""
+    ask_again: bool = False
+    """Repeat a request while the program trains on: a signal is lost before the program has a handler, or while Slurm's
+    controller is away. For programs that bear a second signal."""
 
-    def __init__(
-        self,
-        run: Run,
-        attempt: Attempt,
-        begin: AttemptStart,
-        program: TrainerProgram,
-        *,
-        leave: Callable[[], None],
-        retention: CheckpointRetention | None = None,
-        guard: ResumeGuard | None = None,
-        end: Callable[[], None] | None = None,
-        ask_again: bool = False,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._begin = begin
-        self._program = program
-        self._leave = leave
-        self._retention = retention
-        self._guard = guard
-        self._end = end
-        self._ask_again = ask_again
+    def __post_init__(self) -> None:
         self._asked_at: int | None = None
         """Iteration at which the request to leave was first seen."""
         self._files: dict[str, dict[str, int]] = {}
         """Files of a checkpoint at the look before, as long as more may come."""
-        self._iteration = begin.base_iteration
+        self._iteration = self.begin.base_iteration
         self._said: tuple[int, float] | None = None
         """The last reported iteration, and the time at which it was seen (monotonic); None before the first."""
         self._heard: list[int] = []
@@ -129,7 +116,7 @@ class ProgramObserver:
         """Samples consumed at iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
         self._saves: deque[float] = deque(maxlen=GRACE_SAVES)
-        self._committed = begin.base_iteration
+        self._committed = self.begin.base_iteration
         self._save_begun: tuple[int, float] | None = None
         """Iteration of the current save, and the time at which it was first seen (monotonic)."""
         self._beat: Heartbeat | None = None
@@ -143,27 +130,27 @@ class ProgramObserver:
             if self._began_anew:
                 self._refuse()
                 return
-            if (useless := useless_saves(self._attempt)) is not None:
+            if (useless := useless_saves(self.attempt)) is not None:
                 self._end_fatally(useless)
                 return
             self._obey_save()
         finally:  # whatever of its files cannot be read
             if not self._began_anew:
                 self._obey_leave()
-        if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
-            self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
+        if self.retention is not None:  # last: what cannot be removed keeps nothing else from being done
+            self.retention.look(self.program.checkpoints(), saving=self.program.saving() is not None)
 
     def conclude(self, exit_code: int | None) -> None:
         self._record(gone=True)
-        if self._attempt.outcome.exists():
+        if self.attempt.outcome.exists():
             return
         if self._began_anew:
             self._refuse(gone=True)
             return
-        ending = self._program.ending(exit_code)
+        ending = self.program.ending(exit_code)
         if ending is None:
             return
-        exit_trigger = triggers.read_trigger(self._run, "exit")
+        exit_trigger = triggers.read_trigger(self.run, "exit")
         outcome: AttemptOutcomeName
         if ending.outcome == "left":
             if self._committed < self._iteration:
@@ -171,45 +158,45 @@ class ProgramObserver:
             outcome, words = ("saved", ending.words)
             if exit_trigger is not None:
                 outcome, words = "exit", f"exit trigger by {exit_trigger.user}"
-            elif self._attempt.stop.exists():
-                words = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip() or words
+            elif self.attempt.stop.exists():
+                words = self.attempt.stop.read_text(encoding="utf-8", errors="replace").strip() or words
         else:
             outcome, words = ending.outcome, ending.words
         now = time.time()
-        AttemptOutcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
+        AttemptOutcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self.attempt.outcome)
         if exit_trigger is not None:  # after the outcome: an acknowledgement reports a fact
             result = f"{outcome}: {words}"
-            triggers.acknowledge_trigger(self._run, exit_trigger, iteration=self._committed, result=result)
-        if outcome == "done" and self._retention is not None:
-            self._retention.finish(self._program.checkpoints())
+            triggers.acknowledge_trigger(self.run, exit_trigger, iteration=self._committed, result=result)
+        if outcome == "done" and self.retention is not None:
+            self.retention.finish(self.program.checkpoints())
 
     def _take_up(self) -> None:
         """Continue after an observer that was killed."""
-        for line in self._attempt.metrics_backwards():
+        for line in self.attempt.metrics_backwards():
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
-        start = restarts.RestartBase.read(self._attempt.restart_base)
-        for number, commit in enumerate(self._attempt.read_commits()):
+        start = restarts.RestartBase.read(self.attempt.restart_base)
+        for number, commit in enumerate(self.attempt.read_commits()):
             if start is None or number >= start.commits:  # those of earlier restarts that count are not behind the base
                 self._committed = max(self._committed, commit.iteration)
             self._saves.append(commit.seconds)
 
     def _record(self, *, gone: bool = False) -> None:
         """Record new facts. `gone`: the ranks have gone, and nothing more can come."""
-        steps = self._program.steps()
+        steps = self.program.steps()
         self._hear(steps, gone=gone)
         if gone or self._resumed:
             self._release(resumed=bool(self._resumed))
         if self._began_anew:
             return
         moved = self._record_steps(steps)
-        saving = self._program.saving()
+        saving = self.program.saving()
         self._time_save(saving)
-        for checkpoint in self._program.checkpoints():
+        for checkpoint in self.program.checkpoints():
             if checkpoint.iteration <= self._committed or (self._heard and self._resumed is None):
                 continue
-            if self._guard is not None and not self._heard:  # what it overwrote tells whether it resumed
-                self._anew = self._guard.replaced()
+            if self.guard is not None and not self._heard:  # what it overwrote tells whether it resumed
+                self._anew = self.guard.replaced()
                 if self._anew:
                     self._resumed = False
                     return
@@ -221,15 +208,15 @@ class ProgramObserver:
                 self._time_save(saving)
         if saving is None:
             self._save_begun = None
-        moved = moved or self._program.is_printing()
+        moved = moved or self.program.is_printing()
         self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
         self._say_unmatched()
 
     def _say_unmatched(self) -> None:
         """Record settings that fit nothing, and say in the log which ones are new."""
-        found = self._program.unmatched()
+        found = self.program.unmatched()
         if found != self._unmatched:
-            write_atomic(self._attempt.unmatched, "".join(f"{words}\n" for words in found))
+            write_atomic(self.attempt.unmatched, "".join(f"{words}\n" for words in found))
             for words in found:
                 if words not in self._unmatched:
                     log_line(f"nothing fits so far: {words}")
@@ -248,36 +235,36 @@ class ProgramObserver:
             if step.iteration and step.iteration not in self._heard[-1:]:
                 self._heard.append(step.iteration)
         self._looks_with_steps += len(self._heard) > before
-        base = self._begin.base_iteration
+        base = self.begin.base_iteration
         self._resumed = has_resumed(self._heard, base, looks=self._looks_with_steps)
         if gone and self._heard and self._resumed is None:
             self._resumed = max(self._heard) >= base
 
     def _release(self, *, resumed: bool) -> None:
         """Give checkpoints back; as they were, unless the program is known to have resumed."""
-        if self._guard is not None:
-            for line in self._guard.release(restore=not resumed, attempt=self._attempt.number):
+        if self.guard is not None:
+            for line in self.guard.release(restore=not resumed, attempt=self.attempt.number):
                 log_line(line)
-        self._guard = None
+        self.guard = None
 
     def _refuse(self, *, gone: bool = False) -> None:
         """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
-        base = self._begin.base_iteration
+        base = self.begin.base_iteration
         did = f"says iteration {self._heard[0]} first" if self._heard else f"wrote {', '.join(self._anew)} anew"
         reason = (
             f"the program {did}, and was to go on from iteration {base} "
-            f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
+            f"({self.begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
         self._end_fatally(reason, gone=gone)
 
     def _end_fatally(self, reason: str, *, gone: bool = False) -> None:
-        if self._attempt.outcome.exists():
+        if self.attempt.outcome.exists():
             return
-        if not gone and self._end is not None:
-            self._end()
+        if not gone and self.end is not None:
+            self.end()
         fatal = AttemptOutcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time())
-        fatal.write(self._attempt.outcome)
+        fatal.write(self.attempt.outcome)
 
     def _record_steps(self, steps: Sequence[ObservedStep]) -> bool:
         """Return whether the program moved: whether it reported another iteration than before, even a lower one. A
@@ -290,10 +277,10 @@ class ProgramObserver:
             self._record_step(step, measured)
             if self._said is None or self._said[0] != step.iteration:
                 moved, self._said = True, (step.iteration, now)
-        if self._said is not None and not self._attempt.started.exists():
-            begun = self._begin.start_time  # nothing is known of the start's parts
+        if self._said is not None and not self.attempt.started.exists():
+            begun = self.begin.start_time  # nothing is known of the start's parts
             over = StartTimes(process=begun, imported=begun, initialised=begun, loaded=time.time())
-            over.write(self._attempt.started)
+            over.write(self.attempt.started)
         return moved
 
     def _time_save(self, saving: int | None) -> None:
@@ -323,7 +310,7 @@ class ProgramObserver:
             record["step_seconds"] = step.seconds
         if step.consumed_samples is not None:
             record["consumed_samples"] = step.consumed_samples
-        append_line(self._attempt.metrics, record, durable=False)
+        append_line(self.attempt.metrics, record, durable=False)
         self._iteration = step.iteration
 
     def _commit(self, checkpoint: FoundCheckpoint) -> None:
@@ -338,14 +325,14 @@ class ProgramObserver:
             seconds=seconds,
             files=file_sizes(checkpoint.path),
         )
-        self._attempt.append_commit(commit)
+        self.attempt.append_commit(commit)
         self._committed = checkpoint.iteration
         self._saves.append(seconds)
         self._samples = {n: samples for n, samples in self._samples.items() if n > checkpoint.iteration}
         self._files.pop(checkpoint.path, None)
         if self._save_asked is not None:
             result = f"saved iteration {checkpoint.iteration}"
-            triggers.acknowledge_trigger(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
+            triggers.acknowledge_trigger(self.run, self._save_asked, iteration=checkpoint.iteration, result=result)
             self._save_asked = None
 
     def _heartbeat(self, phase: str, *, moved: bool) -> None:
@@ -361,41 +348,41 @@ class ProgramObserver:
             step_p95=percentile(self._steps, 0.95) if self._steps else None,
             save_p95=percentile(self._saves, 0.95) if self._saves else None,
         )
-        self._attempt.heartbeats.mkdir(exist_ok=True)
-        write_json(self._attempt.heartbeats / "program.json", asdict(self._beat), durable=False)
+        self.attempt.heartbeats.mkdir(exist_ok=True)
+        write_json(self.attempt.heartbeats / "program.json", asdict(self._beat), durable=False)
 
     def _obey_save(self) -> None:
-        asked = triggers.read_trigger(self._run, "save")
+        asked = triggers.read_trigger(self.run, "save")
         if asked is None or asked == self._save_asked:
             return
-        why_not = self._program.ask_to_save()
+        why_not = self.program.ask_to_save()
         if why_not is None:
             self._save_asked = asked  # answered when a checkpoint has come
         else:
-            triggers.acknowledge_trigger(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
+            triggers.acknowledge_trigger(self.run, asked, iteration=self._committed, result=f"refused: {why_not}")
 
     def _obey_leave(self) -> None:
         """Ask the program to leave if that is due; `attempts/N/stop` records the request."""
-        if self._attempt.stop.exists():
+        if self.attempt.stop.exists():
             if self._asked_at is None:
                 self._asked_at = self._iteration
-            elif self._ask_again and self._iteration >= self._asked_at + SAVE_STEPS:
-                self._leave()
+            elif self.ask_again and self._iteration >= self._asked_at + SAVE_STEPS:
+                self.leave()
                 self._asked_at = self._iteration
             return
-        exit_trigger = triggers.read_trigger(self._run, "exit")
+        exit_trigger = triggers.read_trigger(self.run, "exit")
         if exit_trigger is not None:
             why = f"exit trigger by {exit_trigger.user}"
-        elif (end := self._attempt.job_end_time(self._begin)) is not None and time.time() >= end - self._grace_period():
+        elif (end := self.attempt.job_end_time(self.begin)) is not None and time.time() >= end - self._grace_period():
             why = "time limit near"
         else:
             return
-        self._leave()
-        write_atomic(self._attempt.stop, f"{why}\n")
+        self.leave()
+        write_atomic(self.attempt.stop, f"{why}\n")
 
     def _grace_period(self) -> float:
         under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
-        return current_grace_period(self._begin, self._steps, self._saves, under_way=under_way)
+        return current_grace_period(self.begin, self._steps, self._saves, under_way=under_way)
 
 
 def has_resumed(heard: Sequence[int], base: int, *, looks: int) -> bool | None:

@@ -23,7 +23,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,31 +79,24 @@ class SaveFailed(Exception):
     """A save failed on all ranks alike; training can continue."""
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Saves and loads the state of a run, for one attempt. All ranks call every method together."""
 
-    def __init__(
-        self,
-        run: Run,
-        attempt: int,
-        config: RunConfig,
-        *,
-        ranks: Ranks,
-        model: ModelStage,
-        optimizer: ScheduledOptimizer,
-        order: MixtureSampler,
-        hooks: Hooks,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._ranks = ranks
+    run: Run
+    attempt: int
+    config: RunConfig
+    ranks: Ranks
+    model: ModelStage
+    optimizer: ScheduledOptimizer
+    order: MixtureSampler
+    hooks: Hooks
+    reading: ReplicaSampleReader | None = None
+    """Reader of this rank's streams, set by the loop; None without streams."""
+
+    def __post_init__(self) -> None:
+        ranks, config = self.ranks, self.config
         self._writers = ranks.in_save_thread()
-        self._model = model
-        self._optimizer = optimizer
-        self._order = order
-        self.reading: ReplicaSampleReader | None = None
-        """Reader of this rank's streams, set by the loop; None without streams."""
-        self._hooks = hooks
         self._settings = config.checkpoint
         self._fixed = compatibility.fixed_settings(config)
         self._groups = [group.model_dump() for group in config.optimizer.groups]
@@ -131,16 +124,16 @@ class Checkpointer:
         try:
             return self._host.reserve(_tensors(self._strategy.by_key(sharded)))
         except (RuntimeError, MemoryError) as error:
-            log.warning("rank %s: no host memory for the copies of saves: %s", self._ranks.rank, error)
+            log.warning("rank %s: no host memory for the copies of saves: %s", self.ranks.rank, error)
             return None
 
     def state(self, position: TrainingProgress) -> ShardedStateDict:
         return {
             **self._sharded_state(),
             **self._common,
-            "data": self._order.state(position.consumed_samples, self._cursors(position.consumed_samples)),
+            "data": self.order.state(position.consumed_samples, self._cursors(position.consumed_samples)),
             "progress": position.state(),
-            **self._hooks.state_dict(),
+            **self.hooks.state_dict(),
         }
 
     def take_own_seconds(self) -> float:
@@ -164,9 +157,9 @@ class Checkpointer:
         """
         position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
         state = fill(self.wanted_state(), plain)
-        self._model.load(state["model"])
-        self._optimizer.load(state["optimizer"], position)
-        self._hooks.load_state_dict(hooks)
+        self.model.load(state["model"])
+        self.optimizer.load(state["optimizer"], position)
+        self.hooks.load_state_dict(hooks)
         distributed.restore_random_state(state["random"])
         return position
 
@@ -181,7 +174,7 @@ class Checkpointer:
         iteration, consumed_samples = position.iteration, position.consumed_samples
         sharded, common = self._divided(self.state(position))
         shards = self._strategy.by_key(sharded)
-        plain = torch_bytes(common) if self._ranks.rank == 0 else b""
+        plain = torch_bytes(common) if self.ranks.rank == 0 else b""
         readable = {**common["data"], "progress": common["progress"]}
         stream = self._host.new_stream()
 
@@ -191,17 +184,15 @@ class Checkpointer:
             self._own_seconds.append(time.perf_counter() - began)
 
         def write(copied: Callable[[], None]) -> CheckpointCommit:
-            if self._ranks.device.type == "cuda":
-                torch.cuda.set_device(self._ranks.device)  # a new thread starts with device 0
+            if self.ranks.device.type == "cuda":
+                torch.cuda.set_device(self.ranks.device)  # a new thread starts with device 0
             if copy:
                 self._agree(copy_timed)
             copied()
             digests = self._host.digests() if copy else {}
-            folder = Path(
-                self._on_first_rank(lambda: str(publish.prepare_staging(self._run, self._attempt, iteration)))
-            )
+            folder = Path(self._on_first_rank(lambda: str(publish.prepare_staging(self.run, self.attempt, iteration))))
             self._on_first_rank(lambda: write_atomic(folder / COMMON_FILE, plain))
-            if self._order.lanes is not None:  # for people: a load reads COMMON_FILE
+            if self.order.lanes is not None:  # for people: a load reads COMMON_FILE
                 self._on_first_rank(lambda: write_json(stream_positions_path(folder), readable))
             try:
                 written = self._strategy.write(shards, folder, digests)
@@ -220,17 +211,17 @@ class Checkpointer:
     def _cursors(self, consumed_samples: int) -> list[dict[str, dict[int, Cursor]]]:
         if self.reading is None:
             return []
-        return self._ranks.gather(self.reading.cursors(consumed_samples))
+        return self.ranks.gather(self.reading.cursors(consumed_samples))
 
     def _copy(self, shards: Shards, stream: torch.cuda.Stream | None, iteration: int) -> None:
         late = self._host.fill(_tensors(shards), stream)
         if late.size:
-            rank, size = self._ranks.rank, late.size / (1 << 30)
+            rank, size = self.ranks.rank, late.size / (1 << 30)
             log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
 
     def _record(self, folder: Path, iteration: int, written: WrittenFiles) -> dict[str, FileChecksum]:
         """Write the checksums of this rank's files; return the files."""
-        rank = self._ranks.rank
+        rank = self.ranks.rank
         return checksums.write_block_checksums(folder, rank, iteration, written.blocks, written.sizes) | written.files
 
     def _publish(
@@ -239,21 +230,21 @@ class Checkpointer:
         backends = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
         write_atomic(folder / CONFIG_FNAME, backends)
         check_complete(folder)
-        self._hooks.before_publish(iteration, folder)
+        self.hooks.before_publish(iteration, folder)
         root = checksums.write_checksum_index(
             folder, iteration, files | {CONFIG_FNAME: checksums.checksum_of_bytes(backends)}
         )
         commit = CheckpointCommit(
             iteration=iteration,
-            path=str(self._run.checkpoint(iteration)),
+            path=str(self.run.checkpoint(iteration)),
             consumed_samples=consumed_samples,
             time=time.time(),
             seconds=time.monotonic() - started,
             files=file_sizes(folder),
             checksum=root,
         )
-        publish.publish_checkpoint(self._run, self._attempt, commit, folder)
-        publish.prune_checkpoints(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
+        publish.publish_checkpoint(self.run, self.attempt, commit, folder)
+        publish.prune_checkpoints(self.run, self.attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
     def load(self, path: Path, sizes: GlobalBatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
@@ -290,11 +281,11 @@ class Checkpointer:
             reader.common()
         except Exception as error:
             met = error
-        first = next((error for error in self._ranks.gather(met) if error is not None), None)
+        first = next((error for error in self.ranks.gather(met) if error is not None), None)
         if first is not None:
             raise first
         assert reader is not None
-        if not reader.checked and self._ranks.rank == 0:
+        if not reader.checked and self.ranks.rank == 0:
             log.warning("%s was saved without checksums: its bytes are taken as they are", path)
         return reader
 
@@ -307,12 +298,12 @@ class Checkpointer:
         if with_optimizer:
             compatibility.refuse_other_fixed_settings(common["fixed"], self._fixed, path)
         wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
-        same_layout = not anew and common["layout"] == self._ranks.layout
+        same_layout = not anew and common["layout"] == self.ranks.layout
         if not same_layout:
             del wanted["random"]
-            if self._ranks.rank == 0 and not anew:
+            if self.ranks.rank == 0 and not anew:
                 print(
-                    f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
+                    f"ranks are now {self.ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
                 )
         self._check_shapes(wanted, reader)
         plain = reader.common()
@@ -323,27 +314,27 @@ class Checkpointer:
             plain["optimizer"] = fitted(plain["optimizer"], wanted["optimizer"])
             parameter_groups.fit_groups(plain["optimizer"], wanted["optimizer"])
             before = common.get(OPTIMIZER_GROUPS, [])
-            if before != self._groups and self._ranks.rank == 0:
+            if before != self._groups and self.ranks.rank == 0:
                 print(f"optimizer.groups is now {self._groups}, was {before}: it holds from here on", flush=True)
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._settings.fully_parallel_load and replicas.size() > 1:
-            reader.exchange = BlockExchange(replicas, self._ranks.device)
-        state = megatron_strategy.load_state(wanted, reader, self._ranks.cpu_group, common=plain)
+            reader.exchange = BlockExchange(replicas, self.ranks.device)
+        state = megatron_strategy.load_state(wanted, reader, self.ranks.cpu_group, common=plain)
         self._say_how_much(reader)
-        self._model.load(state["model"])
+        self.model.load(state["model"])
         if with_optimizer:
-            self._optimizer.load(state["optimizer"], position)
+            self.optimizer.load(state["optimizer"], position)
         else:
-            self._optimizer.begin(position)
+            self.optimizer.begin(position)
         if not anew:
-            self._hooks.load_state_dict(common)
+            self.hooks.load_state_dict(common)
         if same_layout:
             distributed.restore_random_state(state["random"])
         return position
 
     def _say_how_much(self, reader: CheckedReader) -> None:
-        counted = self._ranks.gather((reader.bytes_read, reader.bytes_wanted))
-        if self._ranks.rank == 0:
+        counted = self.ranks.gather((reader.bytes_read, reader.bytes_wanted))
+        if self.ranks.rank == 0:
             read, needed = (max(column) for column in zip(*counted, strict=True))
             words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
             log.info("%s: %s", reader.folder, words)
@@ -354,7 +345,7 @@ class Checkpointer:
             return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])
         try:
             if common["data"] is not None:  # Megatron-LM records the number of samples only
-                self._order.resume(common["data"])
+                self.order.resume(common["data"])
         except FatalTrainingError as error:
             if not foreign:
                 raise
@@ -370,7 +361,7 @@ class Checkpointer:
             if isinstance(shard, ShardedTensor)
             and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
         ]
-        for rank, texts in enumerate(self._ranks.gather(differences[:3])):
+        for rank, texts in enumerate(self.ranks.gather(differences[:3])):
             if texts:
                 raise FatalTrainingError(
                     f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
@@ -387,7 +378,7 @@ class Checkpointer:
 
     def _sharded_state(self, *, found: Mapping[str, Any] | None = None, optimizer: bool = True) -> ShardedStateDict:
         """Return the state to save, or to load if `found` is given: the checkpoint's entries by key."""
-        model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
+        model, inner = self.model.sharded_state_dict(dict(_METADATA)), self.optimizer.inner
         part = {}
         if optimizer:  # a request for a state to load into leaves torch's Adam with half of one
             metadata = _METADATA | {user_optimizer.FOUND_KEY: found}
@@ -396,7 +387,7 @@ class Checkpointer:
             "model": model,
             **part,
             "random": ShardedObject(
-                "random", distributed.capture_random_state(), (self._ranks.world_size,), (self._ranks.rank,)
+                "random", distributed.capture_random_state(), (self.ranks.world_size,), (self.ranks.rank,)
             ),
         }
 
