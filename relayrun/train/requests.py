@@ -41,7 +41,7 @@ from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.errors import warned
-from relayrun.files import write_atomic
+from relayrun.files import text_of, write_atomic
 
 if TYPE_CHECKING:
     from relayrun.train.distributed import Ranks
@@ -199,7 +199,5 @@ class RequestPoller:
         return None if trigger in self._taken else trigger
 
     def _stop_file(self) -> list[str]:
-        if not self._attempt.stop.exists():
-            return []
-        text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
-        return [f"stop file: {text}" if text else "stop file"]
+        text = text_of(self._attempt.stop)
+        return [] if text is None else [": ".join(filter(None, ["stop file", text.strip()]))]

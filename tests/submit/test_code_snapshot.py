@@ -12,10 +12,11 @@ import pytest
 
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm import checkout_state
 from relayrun.files import read_json, umask
 from relayrun.masking import mask_tokens
 from relayrun.submit.code_snapshot import MAX_FILE_BYTES, snapshot_code, snapshot_of_checkout
-from relayrun.train.reporting.environment import code_version, without_secrets
+from relayrun.train.reporting.environment import without_secrets
 from relayrun.trust import refuse_untrusted
 from tests.readme import break_code, copy_tracked
 from tests.waiting import wait_for
@@ -59,8 +60,8 @@ def test_uncommitted_and_new_files_are_in_it(
     assert (taken / "package/changed.py").read_text() == "new\n"
     assert os.access(taken / "run.sh", os.X_OK)
     assert os.readlink(taken / "link") == "package/kept.py"
-    commit, difference = code_version(taken)
-    assert commit == code_version(checkout)[0]
+    commit, difference = checkout_state(taken)
+    assert commit == checkout_state(checkout)[0]
     assert len(commit) == 40
     assert "-old\n+new" in difference
     assert "too large for code: " in capsys.readouterr().err

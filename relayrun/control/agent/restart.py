@@ -308,9 +308,7 @@ def _next_start(
 ) -> NextStart:
     base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
     nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
-    found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration)
-    if found is None:
-        return NextStart(base, None, "disk", nodes, taken)
+    found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
     return NextStart(base, *found, nodes, taken)
 
 

@@ -52,7 +52,7 @@ def record_checkout(checkout: Path, target: Path) -> None:
 
 
 def checkout_state(checkout: Path) -> tuple[str, str]:
-    """Return commit and difference of a checkout, or the reason if they are unknown."""
+    """Return commit and difference of a checkout, or of a snapshot with both beside it; the reason if unknown."""
     commit, difference = checkout.with_suffix(".commit"), checkout.with_suffix(".diff")
     if commit.is_file():
         return commit.read_text(encoding="utf-8").strip(), _file_text(difference)

@@ -17,6 +17,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import ModelSection
 from relayrun.control.rundir.records import StartTimes
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm import checkout_state
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import (
     TRACE_FILE,
@@ -27,7 +28,7 @@ from relayrun.lab.gpucheck.setup import (
 )
 from relayrun.lab.small_run import merge_sections
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
-from relayrun.train.reporting.environment import code_version, node_gpus
+from relayrun.train.reporting.environment import node_gpus
 
 PROBE_BYTES = 1 << 28
 SAVES = 3
@@ -40,8 +41,8 @@ LONGEST_KERNELS = 12
 
 def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
-    commit, difference = code_version(places.CODE_ROOT)
-    commit += ", and changes" if difference else ""
+    commit, difference = checkout_state(places.CODE_ROOT)
+    commit += ", and changes" if difference and not commit.startswith("unknown") else ""
     machine = {"system": platform.platform(), "cpus": os.cpu_count(), "relayrun": __version__, "commit": commit}
     figures.add("machine", machine)
     figures.add("nvml", node_gpus())  # at rest

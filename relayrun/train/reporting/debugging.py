@@ -58,7 +58,8 @@ def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunCon
         text = environment.describe_environment(
             config, begin, root=places.CODE_ROOT, job_script=run.job_script, environment=os.environ
         )
-        write_atomic(path, text, mode=0o600, durable=False)  # it holds the difference to the commit
+        content = text.encode(errors="surrogateescape")
+        write_atomic(path, content, mode=0o600, durable=False)  # it holds the difference to the commit
     except Exception as error:
         log.warning("%s not written: %s", path.name, error)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.trainers.megatron_lm import checkout_state
 from relayrun.masking import SECRET_WORD, mask_tokens
 
 SHOWN_VARIABLES = re.compile(
@@ -35,7 +36,7 @@ def describe_environment(
     config: RunConfig, begin: AttemptStart, *, root: Path, job_script: Path, environment: Mapping[str, str]
 ) -> str:
     """Return the text of compute_environment.txt. `root`: folder of the running code."""
-    commit, difference = code_version(root)
+    commit, difference = checkout_state(root)
     sections = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(sys.orig_argv),
@@ -70,16 +71,6 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
         if SECRET_WORD.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"<{name}>")
     return mask_tokens(text)[0]
-
-
-def code_version(root: Path) -> tuple[str, str]:
-    """Return commit and diff of the code in `root`: a git checkout, or a snapshot with both beside it."""
-    record, difference = root.with_suffix(".commit"), root.with_suffix(".diff")
-    if record.is_file():
-        return _file_text(record).strip(), _file_text(difference)
-    git = ["git", "-C", str(root)]
-    commit = _asked([*git, "rev-parse", "HEAD"]).strip()
-    return (commit, _asked([*git, "diff", "HEAD"])) if commit else ("unknown: this is no git checkout", "")
 
 
 def installed_packages() -> list[str]:
