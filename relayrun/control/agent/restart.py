@@ -308,8 +308,9 @@ def _next_start(
 ) -> NextStart:
     base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
     nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
-    found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
-    return NextStart(base, *found, nodes, taken)
+    copies = current.copies(there)
+    memory, source = newest_complete_copy(copies, ranks=ranks, after=base.iteration) or (None, "disk")
+    return NextStart(base, memory, source, nodes, taken)
 
 
 def _judge_restart(
