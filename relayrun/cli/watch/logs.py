@@ -15,7 +15,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
 from relayrun.terminal import inert
-from relayrun.watch import follow, why
+from relayrun.watch import follow
 from relayrun.watch.text import json_text
 
 POLL_SECONDS = 1.0
@@ -112,6 +112,8 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_why(options: argparse.Namespace) -> int:
     """Print why an attempt ended. Raises RunDirError if there is no such run or attempt."""
+    from relayrun.watch import why  # loads the trainers, without which `logs` begins sooner
+
     folder = Path(options.name).expanduser()
     found = Run(folder.absolute()) if (folder / "attempts").is_dir() else find_run(options.name)
     numbers = found.attempt_numbers()
