@@ -66,6 +66,15 @@ def log_line(text: str) -> None:
         print(f"{LOG_PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {inert(text)}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def logged(words: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Log an error of these kinds behind these words: the program goes on without what the block was to do."""
+    try:
+        yield
+    except kinds as error:
+        log_line(f"{words}: {getattr(error, 'message', error)}")
+
+
 def stdout_beside(log: str | None) -> str | None:
     """Return the standard output beside a standard error: `launchers/lib/log.sh` opens both side by side."""
     return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import IO
 
 from relayrun.control.chain.job_script import python_path
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy
@@ -94,11 +94,9 @@ def hash_last_checkpoint(run: Run, plan: Plan, *, job_end: float | None) -> None
     seconds = min(LAST_HASH_SECONDS, (job_end or math.inf) - time.time() - END_SECONDS)
     if seconds > 0:
         hasher = PassAfterSave(hash_checkpoints, run, plan)
-        try:
+        with logged("the last checkpoint is not hashed", OSError, RelayrunError):
             hasher.look(0)
             hasher.finish(seconds)
-        except (OSError, RelayrunError) as error:
-            log_line(f"the last checkpoint is not hashed: {error}")
 
 
 class NoticeSender:

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import logged
 from relayrun.control.rundir.campaign import CampaignMember, own_campaign
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -100,13 +100,11 @@ _same_run = functools.lru_cache(maxsize=512)(Run)
 def _use_of(member: CampaignMember, now: float) -> Iterator[tuple[Plan, float, int]]:
     """Yield the plan of another run that has begun, the node seconds that it has used, and the nodes that it has."""
     run = _same_run(Path(member.run_dir))
-    try:
+    with logged(f"what {member.name} has used of the budget is not known", RunDirError, OSError, TypeError, ValueError):
         if run.newest_begun() is not None:
             plan = Plan.load(run)
             spans = list(_spans(run, plan, now, None, 0.0))
             yield plan, sum(seconds * nodes for seconds, nodes, _ in spans), sum(held for *_, held in spans)
-    except (RunDirError, OSError, TypeError, ValueError) as error:
-        log_line(f"what {member.name} has used of the budget is not known: {error}")
 
 
 def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None = None, since: float = 0.0) -> float:

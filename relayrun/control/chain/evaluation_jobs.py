@@ -10,7 +10,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import (
     EvaluationClaim,
@@ -48,13 +48,11 @@ def submit_left_evaluations(run: Run) -> None:
 
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
-    try:
+    with logged("evaluations are left for later", RelayrunError, OSError):
         for attempt, commit in evaluations.due_checkpoints(run):
             folder = evaluations.evaluation_dir(run, commit.iteration, attempt)
             if not folder.result.exists():
                 _attend(run, plan, scheduler, folder)
-    except (RelayrunError, OSError) as error:
-        log_line(f"evaluations are left for later: {getattr(error, 'message', error)}")
 
 
 def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
@@ -84,14 +84,12 @@ def next_job_options(
             if node in known - by_hand
         ]
         asked, found = found, _with_exclude(by_hand | set(bad), found)
-    try:
+    with logged("which nodes are up is not known", SchedulerError):  # the job must be queued all the same
         if bad:
             replaceable = _replaceable_nodes(run, plan, scheduler.nodes, asked, given=by_hand, bad=bad)
             found = _with_exclude(by_hand | replaceable, asked)
         if (count := _startable_node_count(run, plan, scheduler.nodes, found)) not in (None, plan.nodes_of_job):
             found["nodes"] = f"{count}-{plan.nodes_of_job}"
-    except SchedulerError as error:  # the job must be queued all the same
-        log_line(f"which nodes are up is not known: {error.message}")
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from relayrun.control import decisions
 from relayrun.control.chain import background, campaign, excluded_nodes, jobs, requested_options, supervisor
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
@@ -120,10 +120,9 @@ def _queue_next(
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
     requested_options.record_accepted(run, plan, job_id)
     jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count, patience=FALLBACK_PATIENCE)
-    try:
+    # a site may forbid changes of jobs; the new fallback job knows the count
+    with logged(f"job {job_id} does not know how often the jobs before it failed", SchedulerError):
         fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))
-    except SchedulerError as error:  # a site may forbid changes of jobs; the new fallback job knows the count
-        log_line(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
 
 
 def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> list[str]:

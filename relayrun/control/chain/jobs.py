@@ -16,7 +16,7 @@ from dataclasses import replace
 from relayrun.control import chain_state
 from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.job_script import FALLBACK_TIME_LIMIT
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
@@ -123,11 +123,9 @@ def ensure_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
     for job in found[1:]:  # the answer to a submit was lost, and a second job was submitted
         cancel_job(scheduler, job)
     owed = not queue_fallback_job(run, plan, job_id)
-    try:
+    with logged(f"{attempt.successor.name} not written", OSError):  # it is queued; its cancellation will go unnoticed
         SuccessorJob(job_id=job_id, time=time.time(), fallback_owed=owed).write(attempt.successor)
         attempt.retry_successor.unlink(missing_ok=True)
-    except OSError as error:  # it is queued; its cancellation will go unnoticed
-        log_line(f"{attempt.successor.name} not written: {error}")
     return job_id
 
 
@@ -227,7 +225,7 @@ def continue_chain(
 
 def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
     """Delay the waiting job, and exclude the nodes that are bad now. Errors are logged."""
-    try:
+    with logged(f"job {job_id} stays as it is", SchedulerError):
         if delay:
             scheduler.postpone(job_id, delay=delay)
             log_line(f"job {job_id} does not start before {delay} s from now")
@@ -235,8 +233,6 @@ def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, 
             requested_options.note_changes(run, plan, job)
         if excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id):
             requested_options.record_accepted(run, plan, job_id)
-    except SchedulerError as error:
-        log_line(f"job {job_id} stays as it is: {error.message}")
 
 
 def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
@@ -247,11 +243,9 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
     """
     if other := _replacement_of(plan, scheduler, attempt, own):
         return other
-    try:
+    minimum = None
+    with logged(f"with how many nodes job {own} may start is not known", SchedulerError):
         minimum = excluded_nodes.requeue_node_count(run, plan, scheduler, own)
-    except SchedulerError as error:
-        log_line(f"with how many nodes job {own} may start is not known: {error.message}")
-        minimum = None
     lost = LOST_NODE if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum) else ""
     job = None if lost else scheduler.query(own)
     if why := lost or (LESS_TIME if job is not None and requested_options.has_less_time(run, plan, job) else ""):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, logged
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
@@ -39,11 +39,10 @@ class RequestedOptions(Record):
 
 def read_requests(run: Run) -> RequestedOptions:
     """Return the record; an empty one if it is missing or damaged."""
-    try:
-        return RequestedOptions.read(run.requests) or RequestedOptions()
-    except (RunDirError, OSError) as error:
-        log_line(f"which options a person changed is not known: {getattr(error, 'message', error)}")
-        return RequestedOptions()
+    found = None
+    with logged("which options a person changed is not known", RunDirError, OSError):
+        found = RequestedOptions.read(run.requests)
+    return found or RequestedOptions()
 
 
 def wished_options(run: Run) -> dict[str, str]:
@@ -63,11 +62,9 @@ def describe_changes(run: Run) -> list[str]:
 def record_accepted(run: Run, plan: Plan, job_id: str) -> None:
     """Record what Slurm accepted for a job that was just queued or changed by the chain. Errors are logged, without
     retries: a job that is queued already can go without."""
-    try:
+    job = None
+    with logged(f"what Slurm accepted for job {job_id} is not known", SchedulerError):
         job = scheduler_for_plan(plan, run, patience=0).query(job_id)
-    except SchedulerError as error:
-        log_line(f"what Slurm accepted for job {job_id} is not known: {error.message}")
-        job = None
     if job is not None and not job.options:  # the queue of one machine
         return
     known = read_requests(run)
@@ -132,7 +129,5 @@ def _with_accepted(known: RequestedOptions, job_id: str, options: Mapping[str, s
 def _write(run: Run, record: RequestedOptions, *, before: RequestedOptions) -> None:
     if record == before:
         return
-    try:
+    with logged(f"{run.requests.name} not written", OSError):  # the chain goes on with the plan
         record.write(run.requests)
-    except OSError as error:  # the chain goes on with the plan
-        log_line(f"{run.requests.name} not written: {error}")

@@ -35,7 +35,7 @@ from relayrun.control.chain import (
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.diagnosis import Statement
 from relayrun.control.failure_signatures import cause_words
-from relayrun.control.job_log import log_line, log_size, stdout_beside
+from relayrun.control.job_log import log_line, log_size, logged, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
@@ -128,7 +128,9 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         with _told_to_slurm(run, plan, scheduler, cancelled=cancelled):
             stop_chain(run, plan, scheduler, ChainEnd(decision.chain_end, decision.reason), own_job=job_id)
         if trigger is not None:  # after STOP: an acknowledgement reports a fact
-            _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
+            with logged(f"trigger {trigger.name} not acknowledged", OSError):
+                result = f"the chain ends: {decision.reason}"
+                triggers.acknowledge_trigger(run, trigger, iteration=base.iteration, result=result)
         _update_views(run)
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
@@ -141,7 +143,10 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, changed=changed)
     # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it
-    _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
+    followed = followed and not plan.outlives_nodes
+    # at worst the job comes back beside its successor, and one of them is cancelled
+    with logged(f"job {job.id} stays as it is", SchedulerError):
+        scheduler.confirm_begin(job, followed=followed, log=failure_reason.stderr_file())
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     campaign.start_due_members_of(run)
     log_line(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
@@ -192,10 +197,8 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
 
 def _update_views(run: Run) -> None:
     """Update the merged metrics. On an error the next job's `watch` does it."""
-    try:
+    with logged("the merged views are left for later", OSError, RelayrunError):
         merged_metrics.MergedViews(run).update()
-    except (OSError, RelayrunError) as error:
-        log_line(f"the merged views are left for later: {error}")
 
 
 def next_grace_period(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
@@ -309,20 +312,6 @@ def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
         log_line(f"no successor yet: {error.message}")
         return False
     return True
-
-
-def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
-    try:
-        scheduler.confirm_begin(job, followed=followed, log=failure_reason.stderr_file())
-    except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
-        log_line(f"job {job.id} stays as it is: {error.message}")
-
-
-def _acknowledge(run: Run, trigger: triggers.Trigger, iteration: int, result: str) -> None:
-    try:
-        triggers.acknowledge_trigger(run, trigger, iteration=iteration, result=result)
-    except OSError as error:
-        log_line(f"trigger {trigger.name} not acknowledged: {error}")
 
 
 def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
@@ -535,9 +524,7 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, ended: ChainEnd, *, o
     Raises OSError if STOP cannot be written: then no job is cancelled, and the next job decides the same."""
     write_stop(run, ended, words=words)
     log_line(f"the chain ends: {ended.reason}")
-    try:
+    with logged("queued jobs not cancelled", SchedulerError):  # every job that starts finds STOP
         jobs.cancel_fallback_jobs(plan, scheduler)
         for job in jobs.pending_jobs(plan, scheduler, own=own_job):
             jobs.cancel_job(scheduler, job)
-    except SchedulerError as error:  # every job that starts finds STOP
-        log_line(f"queued jobs not cancelled: {error.message}")

@@ -26,7 +26,7 @@ from relayrun.control.chain.background import NoticeSender, PassAfterSave, copy_
 from relayrun.control.chain.budget import BudgetEnd, budget_end
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
-from relayrun.control.job_log import log_line, log_size
+from relayrun.control.job_log import log_line, log_size, logged
 from relayrun.control.rundir.merged_metrics import MergedViews
 from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks, unfinished_collectives
 from relayrun.control.rundir.plan import Plan
@@ -222,12 +222,10 @@ class Watch:
         if not self.attempt.hang.exists():
             stacks = self.run.stacks(self.attempt.number)
             asked = self._observer is None  # the signal may mean something else to a foreign program
-            try:
+            with logged("the ranks could not be asked for their stacks", SchedulerError):
                 if asked:
                     self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
                     time.sleep(ANSWER_SECONDS)
-            except SchedulerError as error:
-                log_line(f"the ranks could not be asked for their stacks: {error.message}")
             if self._goes_on(beats):
                 return
             ranks = self.plan.rank_count(self.begin.options if self.begin else {})
@@ -242,10 +240,8 @@ class Watch:
                 time=time.time(),
             )
             log_line(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
-            try:
+            with logged(f"{self.attempt.hang.name} not written", OSError):  # the log has its words
                 hang.write(self.attempt.hang)
-            except OSError as error:  # the log has its words
-                log_line(f"{self.attempt.hang.name} not written: {error}")
         if self.plan.chain.recovery == "node" and self.attempt.hang.exists():
             self._handed_over = time.monotonic()
         else:
@@ -417,7 +413,7 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
         f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again"
     )
     scheduler.requeue(own)  # first: only seconds may be left
-    try:
+    with logged(f"job {own} asks for as many nodes as before", SchedulerError, OSError):
         if (minimum := excluded_nodes.requeue_node_count(run, plan, scheduler, own)) is None:
             return 0
         if excluded_nodes.would_wait_for_nodes(run, minimum):
@@ -425,6 +421,4 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
             jobs.cancel_replaced_job(attempt, scheduler, own=own, job_id=job_id)
         else:
             scheduler.nodes.allow_fewer(own, minimum)
-    except (SchedulerError, OSError) as error:
-        log_line(f"job {own} asks for as many nodes as before: {getattr(error, 'message', error)}")
     return 0
