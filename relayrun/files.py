@@ -199,6 +199,13 @@ def text_of(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def readable_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a small file; empty if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
     """Return the identity of the file that has this name now, or None. Raises OSError."""
     found = stat_of(path)

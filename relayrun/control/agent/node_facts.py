@@ -55,7 +55,10 @@ def quick_facts(attempt: Path) -> NodeFacts:
     folders = {"run_dir": attempt, "tmp": tmp}
     errors = {name: error for name, path in folders.items() if (error := write_error(path))}
     unwritable = {name: f"{folders[name]}: {error.strerror or error}" for name, error in errors.items()}
-    room = {name: _free_space(path) for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp))}
+    room: dict[str, int | None] = {"shm": None, "tmp": None}
+    for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp)):
+        with contextlib.suppress(OSError):
+            room[name] = free_space(path)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         **room,
@@ -68,13 +71,6 @@ def temporary_folder() -> Path:
     """Return the folder for temporary files; `tempfile` would choose another one if this one cannot be written."""
     named = os.environ.get("TMPDIR", "")
     return Path(named) if os.path.isdir(named) else Path("/tmp")  # that of a login node may be on no other node
-
-
-def _free_space(folder: Path) -> int | None:
-    try:
-        return free_space(folder)
-    except OSError:
-        return None
 
 
 class TimedProgram:

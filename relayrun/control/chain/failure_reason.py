@@ -19,7 +19,7 @@ from relayrun.control.rundir.records import AttemptStart, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import error_lines
 from relayrun.control.trainers.registry import trainer_of
-from relayrun.files import last_bytes
+from relayrun.files import last_bytes, readable_text
 from relayrun.terminal import one_line
 
 TAIL_BYTES = 200_000
@@ -115,8 +115,10 @@ def first_failure_text(log: str, failures: Sequence[RankFailure], said: Statemen
 def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> FailureReason:
     """Return why an attempt without outcome failed."""
     if attempt.not_started.exists():  # on a full disk it is empty
-        return FailureReason(words=_file_line(attempt.not_started) or "the batch script could not start the ranks")
-    if exit_code < SIGNAL_EXIT_CODE and (line := _file_line(attempt.setup_failed)):
+        return FailureReason(
+            words=one_line(readable_text(attempt.not_started)) or "the batch script could not start the ranks"
+        )
+    if exit_code < SIGNAL_EXIT_CODE and (line := one_line(readable_text(attempt.setup_failed))):
         return FailureReason(words=line, fatal=line)
     log, failures = first_failure_log(plan, attempt), read_failures(attempt)
     said = first_words(plan, attempt, log, failures)
@@ -248,13 +250,6 @@ def _no_task_started(log: str, ntasks: int) -> bool:
     ends = error_lines.task_ends(log)
     found = {task for end in ends if end.what.endswith(error_lines.NOT_STARTED_ENDS) for task in end.tasks}
     return not ends or len(found) >= ntasks
-
-
-def _file_line(path: Path) -> str:
-    try:
-        return one_line(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
 
 
 def read_failures(attempt: Attempt, rank: int | None = None) -> list[RankFailure]:

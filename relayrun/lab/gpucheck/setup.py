@@ -16,7 +16,7 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.control.chain.job_script import rank_defaults
 from relayrun.errors import RelayrunError
-from relayrun.files import last_lines, read_json, write_json
+from relayrun.files import last_lines, read_json, readable_text, write_json
 
 DIGESTS_FILE = "gpu-check-digests.jsonl"
 """Records of `programs.hooks.DigestHook` in a run directory."""
@@ -24,15 +24,9 @@ TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 
 
-def _log_text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")
-    return ""
-
-
 def last_log_line(path: Path) -> str:
     """Return the last line of a log that is not empty."""
-    return next((line.strip() for line in reversed(_log_text(path).splitlines()) if line.strip()), "nothing")
+    return next((line.strip() for line in reversed(readable_text(path).splitlines()) if line.strip()), "nothing")
 
 
 def log_tail(path: Path, lines: int = 40) -> str:
@@ -45,7 +39,7 @@ def log_tail(path: Path, lines: int = 40) -> str:
 
 def log_error(log_file: Path, code: int) -> str:
     """Return the error of a program from its log: the text after its last `error:`, or else its last line."""
-    text = _log_text(log_file)
+    text = readable_text(log_file)
     at = text.rfind("error: ")
     if at >= 0 and (at == 0 or text[at - 1] == "\n"):
         return " ".join(text[at + len("error: ") :].split())[:1500]

@@ -24,6 +24,7 @@ from typing import Any
 
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect, megatron_dialect_of
 from relayrun.errors import ConfigError, did_you_mean
+from relayrun.files import readable_text
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.programs import parse_flags
 
@@ -68,11 +69,11 @@ class Checkout:
     def says(self, text: str) -> bool:
         """Return True if a text stands in the checkout's arguments or in the configs that they are made from."""
         files = [self.folder / ARGUMENTS_FILE, *(self.folder / "megatron" / "training").glob("*_config.py")]
-        return any(text in _read_text(path) for path in files)
+        return any(text in readable_text(path) for path in files)
 
     @property
     def _core(self) -> str | None:
-        text = _read_text(self.folder / "megatron" / "core" / "package_info.py")
+        text = readable_text(self.folder / "megatron" / "core" / "package_info.py")
         parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\"]?$", text, re.M))
         if not {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
             return None
@@ -150,17 +151,10 @@ def _flags_among(nodes: list[ast.expr]) -> list[str]:
     return [text.removeprefix("--") for text in texts if text.startswith("--")]
 
 
-def _read_text(path: Path) -> str:
-    """A file's text; empty if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 def _parse_file(path: Path) -> ast.Module:
     """A file's syntax; empty if it cannot be read, or is not Python of this version."""
     with contextlib.suppress(SyntaxError, ValueError):
-        return ast.parse(_read_text(path))
+        return ast.parse(readable_text(path))
     return ast.Module(body=[], type_ignores=[])
 
 

@@ -26,7 +26,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.restarts import Rollback
 from relayrun.errors import warned
-from relayrun.files import append_line, sync_data
+from relayrun.files import append_line, readable_text, sync_data
 from relayrun.train.hooks import Hook, Step, ValidationResult
 
 if TYPE_CHECKING:
@@ -166,11 +166,7 @@ class ProgressLog(Hook):
         before it."""
         first: tuple[float, float] | None = None
         done = 0.0
-        try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            lines = []
-        for line in lines:
+        for line in readable_text(self._path).splitlines():
             fields = line.split("\t")
             try:
                 same = int(fields[2].removeprefix("# GPUs: ")) == self._ranks
