@@ -34,7 +34,7 @@ from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_schedul
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import writable_by_owner_alone, write_atomic
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
-from relayrun.submit.check import consequences, existing_run
+from relayrun.submit.check import existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.check.report import CheckReport, check_run, with_editions
@@ -206,7 +206,7 @@ def prepared_run(
 
 def _tell_consequences(config: RunConfig, run: Run, begins: ResumePoint) -> None:
     findings = Findings(config)
-    consequences.check_consequences(config, run, begins, findings)
+    existing_run.check_consequences(config, run, begins, findings)
     for finding in findings.all:
         log.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding.line)
 

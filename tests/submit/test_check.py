@@ -22,9 +22,8 @@ from relayrun.errors import RelayrunError, split_combined_error
 from relayrun.files import append_line
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
-from relayrun.submit.check.consequences import check_consequences
 from relayrun.submit.check.data import build_manifest, data_usage
-from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.submit.check.existing_run import SubmitIntent, check_consequences
 from relayrun.submit.check.findings import CheckFinding, Findings
 from relayrun.submit.check.report import check_config
 from relayrun.tokens.shards.merge import merge_shards

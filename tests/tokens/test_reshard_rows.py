@@ -18,8 +18,8 @@ from relayrun.cli import main
 from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import InputError
 from relayrun.tokens.shuffle import reshard as module
+from relayrun.tokens.shuffle.buckets import RowSplit
 from relayrun.tokens.shuffle.reshard import ReshardOptions
-from relayrun.tokens.shuffle.row_split import RowSplit
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.tokens.test_reshard import digests

@@ -11,9 +11,8 @@ import pytest
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.scheduler import job_history
 from relayrun.files import append_line
-from relayrun.watch.goodput.attribution import NEEDED_COLUMNS
+from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, MetricsBlock, read_metrics_blocks
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
-from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:

@@ -16,9 +16,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
-from relayrun.watch.goodput.attribution import NEEDED_COLUMNS
+from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, read_metrics_blocks
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
-from relayrun.watch.goodput.metrics_columns import read_metrics_blocks
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
 from tests.accounted import T, make_accounted

@@ -1,10 +1,12 @@
-"""Check what an existing run allows: its live jobs, its end, its owner, its data, its checkpoint to start from.
+"""Check what an existing run allows: its live jobs, its end, its owner, its data, its checkpoint to start from; and say
+what a submit changes in effect, for a run that goes on from a checkpoint: steps left, learning rate, W&B.
 
 A run has one owner, who owns its directory. Another user goes on with it in a directory of his own, see `own_run`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -12,30 +14,34 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.campaign import last_iteration
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, RunConfig
 from relayrun.control import chain_state
 from relayrun.control.chain import budget
-from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.plan import COPY, COPY_HINT, Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_states import is_blocked, mending_command
-from relayrun.errors import ConfigError, RunDirError, describe_owner, user_name
+from relayrun.control.trainers.tools import wandb_mode
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, RunDirError, describe_owner, user_name
 from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.slurmtime import format_time
 from relayrun.submit import initial_checkpoint, policies
-from relayrun.submit.check import consequences
-from relayrun.submit.check.findings import Findings
+from relayrun.submit.check.findings import Findings, count_noun
+from relayrun.submit.check.rehearsal import tell_rate_changes
+from relayrun.submit.dry_load import common_values
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.train.export.source_and_target import committed_config
 from relayrun.train.mirror.destination import source_faults
 from relayrun.trust import OTHER_OWNER_HINT
 
@@ -184,7 +190,7 @@ def check_existing_run(
         base = initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=tell)
         if isinstance(config, RunConfig):
             own = resume_point(run)
-            consequences.check_consequences(config, run, base if own.path is None else own, findings)
+            check_consequences(config, run, base if own.path is None else own, findings)
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return
@@ -286,3 +292,59 @@ def evolved_data(config: RunConfig, run: Run, found: Manifest, *, accept: bool) 
     past = [each for each in every if isinstance(each, RunConfig)]  # before its first checkpoint a run may change it
     trained = resume_point(run).path is not None
     return apply_data_change(frozen=frozen, history=past, found=found, config=config, accept=accept, trained=trained)
+
+
+_SCHEDULE = ("steps", "global_batch_size", "rampup_batch_size", "seq_length")
+"""Settings of `training` on which the learning rate depends, besides those of `optimizer`."""
+
+
+def check_consequences(config: RunConfig, run: Run, begins: ResumePoint, findings: Findings) -> None:
+    """Say what a run that goes on from `begins` has left, and what its next step has another way."""
+    if begins.path is None:
+        return
+    if begins.iteration:
+        with contextlib.suppress(KeyError, FatalTrainingError):  # ranks say better what is damaged
+            state = (common_values(Path(begins.path)) or {})["progress"]
+            progress = TrainingProgress.resume(state, config.training.batch_sizes)
+            _tell_what_is_left(config, progress, findings)
+            _tell_rate(config, run, begins, progress, findings)
+    mode = wandb_mode({**os.environ, **config.cluster.environment})
+    if is_checkpoint_of(run, begins) and mode is None and (run.path / "wandb").is_dir():
+        words = "earlier attempts of this run wrote to W&B, and the next one will not: its curve ends here"
+        findings.warn("run.wandb", words, remedy="export WANDB_API_KEY, or WANDB_MODE=offline, as before")
+
+
+def _tell_what_is_left(config: RunConfig, progress: TrainingProgress, findings: Findings) -> None:
+    done, end, length = progress.iteration, config.training.end_iteration, config.training.length_in_samples
+    if length is not None and (steps := progress.legs[-1].steps_within(length)) != config.training.steps:
+        words = f"with the batch sizes so far, {length:,} samples are {steps:,} steps, not {config.training.steps:,}"
+        remedy = f"set training.samples and tokens to null, and training.steps={steps}"
+        return findings.refuse("run.steps", words, setting="training.steps", remedy=remedy)
+    samples = progress.legs[-1].consumed(max(end, done)) - progress.consumed_samples
+    words = f"{done:,} of {count_noun(end, 'step')} are done: {count_noun(end - done, 'step')} with "
+    findings.ok("run.steps", words + f"{count_noun(samples, 'sample')} are left")
+    return None
+
+
+def _tell_rate(config: RunConfig, run: Run, begins: ResumePoint, at: TrainingProgress, findings: Findings) -> None:
+    name, former = "run.learning_rate", _former_config(run, begins)
+    if former is None:
+        findings.skip(name, "the config of the checkpoint is not known: nor whether the rate jumps at the next step")
+    elif _schedule(former) != _schedule(config):
+        tell_rate_changes(name, [(former, config, at, findings)])
+
+
+def _former_config(run: Run, begins: ResumePoint) -> RunConfig | None:
+    """Return the native config with which the checkpoint was made; None if it is not known."""
+    owner = run if is_checkpoint_of(run, begins) else Run(Path(begins.path or "").parent.parent)
+    try:
+        found = committed_config(owner, begins.iteration)
+    except (RelayrunError, OSError):
+        return None
+    return found if isinstance(found, RunConfig) else None
+
+
+def _schedule(config: RunConfig) -> dict[str, Any]:
+    names = ("lr", "min_lr", *(name for name in type(config.optimizer).model_fields if name.startswith("lr_")))
+    training = {name: getattr(config.training, name) for name in _SCHEDULE}
+    return training | {name: getattr(config.optimizer, name) for name in names}

@@ -38,11 +38,11 @@ from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
     OutputFormat,
+    RowSplit,
     ShuffleWriter,
     keyed_rows,
     scatter_rows,
 )
-from relayrun.tokens.shuffle.row_split import RowSplit
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.options import TokenizeOptions
 

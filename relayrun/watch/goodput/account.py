@@ -22,7 +22,14 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import file_identity
 from relayrun.trust import read_cache, write_cache
-from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
+from relayrun.watch.goodput.attribution import (
+    NEEDED_COLUMNS,
+    CountedWork,
+    Mask,
+    MetricsBlock,
+    attribute_time,
+    read_metrics_blocks,
+)
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
 from relayrun.watch.goodput.ledger import (
     LOST_PARTS,
@@ -31,7 +38,6 @@ from relayrun.watch.goodput.ledger import (
     START_PARTS,
     to_microseconds,
 )
-from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
 
 WAIT_KINDS = ("queued", "back-off", "stopped")
 """Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""

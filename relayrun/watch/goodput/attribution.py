@@ -7,17 +7,21 @@ allocation, whatever the clocks of the records say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.control.rundir.restarts import resets_iteration
+from relayrun.control.rundir.restarts import metrics_chunks, resets_iteration
+from relayrun.files import parse_record
+from relayrun.progress import count
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, Ledger, to_microseconds
-from relayrun.watch.goodput.metrics_columns import Column, MetricsBlock
 
 LONGEST_STEP_SECONDS = 1e9
 """Limit of plausible durations."""
@@ -42,9 +46,54 @@ NEEDED_COLUMNS = (
 FIRST_LINES = 21
 """Lines of an attempt whose median step time is subtracted from its first step."""
 
+Column = npt.NDArray[np.float64]
 Amounts = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsBlock:
+    """Consecutive lines of the metrics."""
+
+    rows: int
+    columns: Mapping[str, Column]
+    """One number per line for each requested name; NaN if the line has none."""
+    records: Mapping[int, Mapping[str, Any]]
+    """Lines of no step, by their row."""
+
+    def part(self, first: int, end: int) -> MetricsBlock:
+        """Return rows `first` to `end`, exclusive."""
+        return MetricsBlock(
+            rows=end - first,
+            columns={name: column[first:end] for name, column in self.columns.items()},
+            records={row - first: record for row, record in self.records.items() if first <= row < end},
+        )
+
+
+def read_metrics_blocks(path: Path | str, names: Sequence[str]) -> Iterator[MetricsBlock]:
+    """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file. `names`: the requested
+    numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them."""
+    for lines in metrics_chunks(path):
+        count(sum(map(len, lines)))
+        if found := _records([line for line in lines if line.endswith(b"\n")]):
+            others = {n: each for n, each in enumerate(found) if "loss" not in each or resets_iteration(each)}
+            columns = {name: _column(found, name) for name in names}
+            yield MetricsBlock(rows=len(found), columns=columns, records=others)
+
+
+def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
+    except ValueError:
+        found = [parse_record(line) for line in lines]
+    return [record for record in found if isinstance(record, dict)]
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> Column:
+    values = (record.get(name) for record in records)
+    numbers = (value if type(value) in (int, float) else np.nan for value in values)
+    return np.fromiter(numbers, dtype=np.float64, count=len(records))
 
 
 @dataclass(kw_only=True)

@@ -19,9 +19,8 @@ from relayrun.errors import RelayrunError
 from relayrun.files import read_json
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
-from relayrun.watch.goodput.attribution import Mask
+from relayrun.watch.goodput.attribution import Mask, MetricsBlock
 from relayrun.watch.goodput.facts import NodeAllocation, read_run_facts
-from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.goodput.tables import AccountTable
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 from relayrun.watch.status.queue import QueueStatus, query_queue
