@@ -191,13 +191,10 @@ class RequestPoller:
                 return  # the last result holds until it is taken
         self._looked, self._stop = time.monotonic(), []
         with warned(log, "could not look for stop and triggers"):  # a short outage must not cost steps
-            self._stop = self._stop_file()
+            if (text := text_of(self._attempt.stop)) is not None:
+                self._stop = [": ".join(filter(None, ["stop file", text.strip()]))]
             self._exit, self._save = self._trigger("exit"), self._trigger("save")
 
     def _trigger(self, name: triggers.TriggerName) -> Trigger | None:
         trigger = triggers.read_trigger(self._run, name)
         return None if trigger in self._taken else trigger
-
-    def _stop_file(self) -> list[str]:
-        text = text_of(self._attempt.stop)
-        return [] if text is None else [": ".join(filter(None, ["stop file", text.strip()]))]
