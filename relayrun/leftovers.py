@@ -114,7 +114,10 @@ def owner_may_live(owner: str, path: str | os.PathLike[str]) -> bool:
     namespace of processes; for any other, perhaps on another node, by a change of `path` within a day."""
     if (found := re.fullmatch(_OWNER, owner)) is None:
         return True
-    return _is_alive(int(found[2]), found[3]) if found[1] == _machine() else _changed_lately(path)
+    if found[1] != _machine():
+        return _changed_lately(path)
+    state, start = _state_and_start(int(found[2]))  # nothing of another user's process that cannot be examined
+    return is_process_alive(int(found[2])) and state != "Z" and start in (found[3], "0")
 
 
 @contextlib.contextmanager
@@ -194,12 +197,6 @@ def is_process_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _is_alive(pid: int, started: str) -> bool:
-    """Return whether the process that began at `started` lives, or another user's process that cannot be examined."""
-    state, start = _state_and_start(pid)
-    return is_process_alive(pid) and state != "Z" and start in (started, "0")
 
 
 def _changed_lately(path: str | os.PathLike[str]) -> bool:

@@ -185,7 +185,10 @@ def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
         words = run_cells(status)[-1]
         if isinstance(status, RunStatus) and status.state == "queued" and not status.has_job:
             words = _wait_reason(folder, whole, member)
-        entries.append(MemberStatus(member=member, status=status, node_hours=_node_hours(member), words=words))
+        hours = None
+        with suppress(RelayrunError, OSError, ValueError):  # a cost is worth no error
+            hours = account_for_run(member.run).node_hours
+        entries.append(MemberStatus(member=member, status=status, node_hours=hours, words=words))
     return entries
 
 
@@ -205,12 +208,6 @@ def start_condition(member: CampaignMember) -> str:
         return ""
     at = member.source if member.iteration is None else f"{member.source}:{member.iteration}"
     return f"from {at}"
-
-
-def _node_hours(member: CampaignMember) -> float | None:
-    with suppress(RelayrunError, OSError, ValueError):  # a cost is worth no error
-        return account_for_run(member.run).node_hours
-    return None
 
 
 def print_campaign(entries: Sequence[MemberStatus]) -> None:

@@ -184,12 +184,13 @@ def reshard(options: ReshardOptions) -> int:
     with work_folder(options.temp_dir) as work, published_folder(options.output, read=plan.read) as building:
         with Progress("reading", sum(file.size for file in plan.files)):
             scatter_parts(plan, work)
-        buckets = open_buckets(plan, work)
-        with Progress("writing", int(buckets.counts.sum()), "rows"):
+        buckets = Buckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
+        rows = int(buckets.counts.sum())
+        buckets.split(plan.writers(buckets.size, rows, buckets.text_bytes).each // 3)
+        with Progress("writing", rows, "rows"):
             of_a_file = write_first_file(plan, buckets, building)
-            files = -(-int(buckets.counts.sum()) // of_a_file)
-            write_files(plan, buckets, range(1, files), of_a_file, building)
-    return int(buckets.counts.sum())
+            write_files(plan, buckets, range(1, -(-rows // of_a_file)), of_a_file, building)
+    return rows
 
 
 def data_files(options: ReshardOptions) -> tuple[list[tuple[str, int]], InputFiles]:
@@ -275,13 +276,6 @@ def scatter_parts(plan: ShufflePlan, work: Path) -> None:
 
 def part_stem(work: Path, part: int) -> Path:
     return work / f"part-{part}"
-
-
-def open_buckets(plan: ShufflePlan, work: Path) -> Buckets:
-    """Open the result of pass 1."""
-    found = Buckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
-    found.split(plan.writers(found.size, int(found.counts.sum()), found.text_bytes).each // 3)
-    return found
 
 
 def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path) -> int:
