@@ -8,7 +8,8 @@ with the same engine for the same tokenizer, and gives batches of 8 rows of 4,09
 StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
 does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
 ConcatThenSplitIterDataset. Rows are shuffled among 1,000, by `relayrun.loader` among 2,048, its least of 8 lanes;
-`relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows.
+`relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows. `bare` is a loop that
+reads the files, encodes and cuts, without shuffle, state or reading ahead: what any of them can reach at most.
 
 Three more ways read tokens, the same documents of 3,500 tokens on average, in batches of the same size, each way
 shuffled over all of them: `relayrun_shards`; megatron-core's GPTDataset, over the same .bin and .idx, in a DataLoader
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -56,6 +58,7 @@ NEEDS = {
     "relayrun_default": (),
     "torchdata": ("torchdata", "datasets"),
     "grain": ("grain",),
+    "bare": (),
     "relayrun_shards": (),
     "gptdataset": ("megatron", "torch"),
     "mosaicml": ("streaming", "torch"),
@@ -97,7 +100,7 @@ def write_tokens(shards: Path, rows: Path | None, documents: int) -> None:
                 made.write({"tokens": ids[begin : begin + LENGTH + 1]})
 
 
-def encoders(tokenizer: str) -> tuple[Callable[[list[str]], Any], Callable[[str], Any]]:
+def encoders(tokenizer: str) -> tuple[Callable[[list[str] | pa.Array], Any], Callable[[str], Any]]:
     """Return the engine that the loader takes for this tokenizer, for texts together and for one by the engine's own
     function: their ids with an end each."""
     from relayrun.tokens.readers.texts import PackedTexts
@@ -115,8 +118,9 @@ def encoders(tokenizer: str) -> tuple[Callable[[list[str]], Any], Callable[[str]
     else:
         own = lambda text: one(text).ids  # noqa: E731
 
-    def together(texts: list[str]) -> Any:
-        ids, lengths = engine.encode(PackedTexts.of(texts))[:2]
+    def together(texts: list[str] | pa.Array) -> Any:
+        packed = PackedTexts.of(texts) if isinstance(texts, list) else PackedTexts.from_arrow(texts)
+        ids, lengths = engine.encode(packed)[:2]
         return np.insert(np.asarray(ids, np.int64), np.cumsum(lengths), end)
 
     return together, lambda text: np.append(np.asarray(own(text), np.int64), end)
@@ -166,6 +170,20 @@ def grain(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Calla
     if state is not None:
         batches.set_state(state)
     return batches, batches.get_state
+
+
+def bare(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
+    encode, _ = encoders(tokenizer)
+
+    def batches() -> Iterator[Any]:
+        rest, size = np.empty(0, np.int64), BATCH * LENGTH
+        for path in itertools.cycle(sorted(Path(folder).iterdir())):
+            for part in pq.ParquetFile(path).iter_batches(256, columns=["text"], use_threads=False):
+                rest = np.concatenate([rest, encode(part.column(0))])
+                yield from rest[: len(rest) // size * size].reshape(-1, BATCH, LENGTH)
+                rest = rest[len(rest) // size * size :]
+
+    return batches(), lambda: 0
 
 
 def relayrun_shards(folder: str, tokenizer: str, state: Any) -> tuple[Iterator[Any], Callable[[], Any]]:
@@ -231,6 +249,7 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
         "relayrun_default": relayrun,
         "torchdata": torchdata,
         "grain": grain,
+        "bare": bare,
         "relayrun_shards": relayrun_shards,
         "gptdataset": gptdataset,
         "mosaicml": mosaicml,
@@ -243,8 +262,10 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
     while _results.cpu_seconds() < first + seconds / 4:
         next(batches)
     begin, count = _results.cpu_seconds(), 0
-    while (now := _results.cpu_seconds()) < begin + seconds:
+    own = time.process_time()  # the other clock reads a file of each thread, which costs as much as a batch of shards
+    while time.process_time() < own + seconds:
         count += sum(np.asarray(batch).size for batch in islice(batches, 4))
+    now = _results.cpu_seconds()
     kept.write_bytes(pickle.dumps(take()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     time.sleep(1)  # until the first loader's threads have read ahead

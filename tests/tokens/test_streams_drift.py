@@ -1,4 +1,7 @@
-"""Lanes of a group that come through its blocks at different speed."""
+"""Lanes of a group that come through its blocks at different speed, as filters may make them.
+
+Rows are dealt in turn here: shares of equal bytes would keep these lanes together.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,11 @@ from tests.streaming import digest, stream, write
 
 LONG_IN_TURN = [("long " * 60 if row % 2 else "short") + f" {row}" for row in range(90)]
 AT_RANDOM = [f"{row} " * random.Random(row).randint(1, 60) for row in range(90)]
+
+
+@pytest.fixture(autouse=True)
+def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_stream, "share_rows", lambda order, _, lanes, __: [order[n::lanes] for n in range(lanes)])
 
 
 def made(folder: Path, texts: Sequence[str], **options: object) -> TextStream:

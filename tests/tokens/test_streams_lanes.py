@@ -14,7 +14,7 @@ from relayrun.errors import FatalTrainingError
 from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams import text_stream
-from relayrun.tokens.streams.lane_cursor import LaneCursor
+from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import encode_texts
 from relayrun.tokens.streams.text_stream import TextStream
 from relayrun.tokens.tokenize.encode.libraries import Encoded
@@ -166,10 +166,12 @@ def test_what_a_map_raises_for_another_lane_is_raised_when_that_lane_comes_to_it
     write(tmp_path, "parquet", [40])
     made = stream(tmp_path, "parquet", shuffle_buffer=0, fragment_shuffle_window=0, map=f"{__name__}:refuses_row_7")
     opened = made.open_lanes(dict(enumerate(made.first_cursors())))
-    for lane in (0, 1, 2):  # of rows that are 0, 1 and 2 modulo 4
+    shares = next(made.blocks.read(0, BlockStart(0, 0, 0, 0))).shares
+    (refused,) = (lane for lane, rows in enumerate(shares) if 7 in rows)
+    for lane in {0, 1, 2, 3} - {refused}:
         opened.take(lane)
     with pytest.raises(FatalTrainingError, match="no seven"):
-        opened.take(3)
+        opened.take(refused)
     opened.close()
 
 
@@ -189,3 +191,24 @@ def test_a_needle_is_found_whatever_its_bytes(needle: bytes) -> None:
     assert texts_holding_bytes(texts, (needle,)).tolist() == [word in text for text in texts.strings()]
     assert not texts_holding_bytes(PackedTexts.of(["plain", ""]), (needle,)).any()
     assert not texts_holding_bytes(PackedTexts.of([]), (needle,)).any()
+
+
+@pytest.mark.parametrize("shuffle_buffer", [128, 0])
+def test_lanes_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_buffer: int) -> None:
+    """Texts whose lengths differ as those of the web do: behind 50 blocks, lanes with shares by chance are up to ten
+    blocks apart, and some of them read blocks again."""
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 32)
+    lengths = np.random.default_rng(1).lognormal(5, 1, 6_400).astype(int)
+    write(tmp_path, "parquet", [6_400], group=1000, extra={row: "y" * int(n) for row, n in enumerate(lengths)})
+    made = stream(tmp_path, "parquet", shuffle_buffer=shuffle_buffer, fragment_shuffle_window=0)
+    opened = made.open_lanes(dict(enumerate(made.first_cursors())))
+    apart = []
+    for _ in range(int(lengths.sum()) // 64 // 4 * 97 // 100):
+        for lane in range(4):
+            opened.take(lane)
+        numbers = [LaneCursor(*opened.cursor(lane)).number for lane in range(4)]
+        apart.append(max(numbers) - min(numbers))
+    opened.close()
+    assert max(numbers) > 45
+    assert max(apart) == 1
+    assert np.mean(apart) < 0.3

@@ -4,13 +4,15 @@ files → fragments → blocks of rows, shuffled → lanes → filters → token
 
 The rows of a group's fragments are cut into blocks of equal size; the last block of an epoch is shorter. Filters run
 later, so the position of a block does not depend on them. A permutation shuffles each block, and its rows are dealt to
-the lanes of the group in turn: a cursor needs the position of the block and a sample number inside it. A call of an
-engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
+the lanes of the group so that each gets as many bytes: a cursor needs the position of the block and a sample number
+inside it. Shares that differ by chance would move the lanes apart by several blocks, each of which is kept in memory or
+read again. A call of an engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,14 +31,24 @@ from relayrun.tokens.order.permutation import Permutation, permutation_key
 from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import Cursor
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import TextFileEntry
-from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, group_count, integers_to_arrow
+from relayrun.tokens.streams.fragments import (
+    TEXT_COLUMN,
+    Fragment,
+    FragmentOrder,
+    FragmentReader,
+    group_count,
+    integers_to_arrow,
+)
 from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 from relayrun.tokens.tokenize.encode.libraries import Encoded
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
+_LONGEST_ROWS = 64
+"""Rows of each lane that are dealt by their bytes; the others are short, and each costs time. Part of the order."""
 _LONG_ROW_BYTES = 2000
 """A block of longer rows is not copied into one piece: it costs less to collect the rows of a lane one by one."""
 
@@ -50,8 +62,8 @@ class RowBlock:
     """Columns as in `FragmentReader.read`, in the order of the files."""
     origins: npt.NDArray[np.int64]
     """File in the manifest, row group (-1: none) and row in it of every row; int64 [rows, 3]."""
-    order: npt.NDArray[np.int64]
-    """The shuffled order of the rows; int64 [rows]."""
+    shares: Sequence[npt.NDArray[np.int64]]
+    """The rows of each lane of the group, shuffled; int64 [rows of the lane]."""
     files_left_out: int
     """Files that were skipped before this block."""
 
@@ -149,7 +161,26 @@ class RowBlocks:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
             order = Permutation(len(rows), key).map(order)
         all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
-        return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
+        texts = rows[TEXT_COLUMN].chunks if len(rows) else ()
+        sizes = np.concatenate([np.zeros(0, np.int64), *(PackedTexts.from_arrow(each).sizes for each in texts)])
+        shares = share_rows(order, sizes, self.lanes_per_group, position.number + position.epoch)
+        return RowBlock(position=position, rows=rows, origins=all_origins, shares=shares, files_left_out=files_left_out)
+
+
+def share_rows(
+    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], lanes: int, turn: int
+) -> list[npt.NDArray[np.int64]]:
+    """Deal the rows of a block, int64 [rows], to lanes, in `order` inside of each. `sizes`: bytes of each row. Each of
+    the longest rows goes to the lane with the fewest bytes (Graham's LPT rule), the longest to lane `turn` modulo
+    `lanes`; the other rows go round."""
+    falling = order[np.argsort(-sizes[order], kind="stable")]
+    lane = np.empty(len(order), np.int64)
+    lane[falling] = np.arange(len(order)) % lanes
+    loads = [(0, number) for number in range(lanes)]
+    for row in falling[: lanes * _LONGEST_ROWS].tolist():
+        load, lane[row] = loads[0]
+        heapq.heapreplace(loads, (load + int(sizes[row]), int(lane[row])))
+    return [order[lane[order] == (number - turn) % lanes] for number in range(lanes)]
 
 
 def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
@@ -297,7 +328,7 @@ class LaneGroup:
         return next((block for block in blocks if few and block.block is not None), None)
 
     def _begin(self, lane: int, block: RowBlock) -> LaneBlock:
-        rows = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        rows = block.shares[lane // self._blocks.groups]
         start = self._from[lane]
         place = start[4:8] if start.position == block.position else (0, 0, 0, 0)
         return LaneBlock(
