@@ -1,30 +1,42 @@
 """Status of many runs with one query of the scheduler for the jobs of all chains.
 
 A chain without jobs needs a query of its own, once: the end of its last job does not change until the next submit.
+Summaries of stopped runs are kept in the user's cache, one a line, each with the state of the files that it came from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Callable, Collection, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from relayrun import __version__
 from relayrun.config.sections.batch_systems import batch_system
+from relayrun.control.rundir.checkpoint_records import Lineage
+from relayrun.control.rundir.find_runs import runs_folder
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.control.scheduler import slurm
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError, SchedulerError
+from relayrun.files import file_identity
+from relayrun.trust import read_cache, write_cache
 from relayrun.watch.status import queue
-from relayrun.watch.status.cron_check_record import FolderCache
+from relayrun.watch.status.cron_check_record import FolderCache, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.summary import DamagedRun, RunSummary, summarize_run
+from relayrun.watch.status.summary import DamagedRun, RemainingWork, RunSummary, summarize_run
 
 if TYPE_CHECKING:
     from relayrun.watch.status.run_status import RunStatus
 
 S = TypeVar("S", bound=RunSummary)
+CALM_SECONDS, MAX_LINE = 60.0, 8192
+"""Age of the last change of a run, by the clock of its file system, from which its summary is kept; most characters."""
+_CODE = (__version__, *map(file_identity, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 class RunsWatcher:
@@ -43,35 +55,50 @@ class RunsWatcher:
         """Return the status of every run, newest first, damaged runs last. `now`: seconds since 1970."""
         from relayrun.watch.status import run_status  # a table of many runs does not need it
 
-        return self._read_each(runs, run_status.read_run_status, now=now, brief=False)
+        return self._read_each(runs, run_status.read_run_status, now=now)
 
     def summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        return self._read_each(runs, summarize_run, now=now, brief=True)
+        return self._read_each(runs, summarize_run, now=now)
 
-    def _read_each(
-        self, runs: Sequence[Run], read: Callable[..., S], *, now: float, brief: bool
-    ) -> list[S | DamagedRun]:
-        """Call `read` for every run with its jobs: none for a stopped run, and Slurm's silence once it was silent."""
+    def all_summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
+        """Return the `summaries` of all runs of the project, and keep those of stopped runs."""
+        name = sha256(repr((_CODE, runs_folder())).encode()).hexdigest()
+        paths, cache = {str(run.path): run for run in runs}, FolderCache()
+        rows: dict[str, RunSummary | DamagedRun] = {}
+        lines: list[str] = []
+        for line in (read_cache("rows", name) or b"").decode().splitlines():
+            files, owner, saved, values = json.loads(line)
+            run, left = paths.get(values["path"]), values["remaining"]
+            with contextlib.suppress(OSError):
+                if run is not None and _identities(run, files) == files:
+                    values["remaining"] = RemainingWork(**left) if left else None
+                    values["durable_age"] = None if saved is None else now - saved
+                    values["sentinel"] = last_cron_check(run, owner, now=now, cache=cache)
+                    rows[values["path"]] = RunSummary(**values)
+                    lines.append(line)
+        kept = len(lines)
+        for each in self.summaries([run for path, run in paths.items() if path not in rows], now=now):
+            rows[each.path] = each
+            with contextlib.suppress(OSError, RunDirError):
+                if isinstance(each, RunSummary) and each.stop_state:
+                    lines += _kept_line(paths[each.path], self.plans[Path(each.path)].owner, each, now=now)
+        if len(lines) > kept:
+            write_cache("rows", name, "\n".join(lines).encode())
+        return sorted((rows[path] for path in paths), key=lambda each: -each.updated)
+
+    def _read_each(self, runs: Sequence[Run], read: Callable[..., S], *, now: float) -> list[S | DamagedRun]:
+        """Call `read` for every run with its jobs, none for a stopped run."""
         self._query_chains(runs)
-        found: list[S] = []
-        damaged: list[DamagedRun] = []
+        found: list[S | DamagedRun] = []
         cache = FolderCache()
-        silent: QueueStatus | None = None
         for run in runs:
             try:
                 plan = self.plans.get(run.path) or Plan.load(run)
-                shared = batch_system(plan.scheduler).slurm
-                if is_stopped(run):
-                    answer = QueueStatus()
-                elif silent is not None and shared:
-                    answer = silent
-                else:
-                    answer = self._queue(run, plan, brief=brief)
-                    silent = answer if shared and answer.error is not None else silent
+                answer = QueueStatus() if is_stopped(run) else self._queue(run, plan, brief=read is summarize_run)
                 found.append(read(run, answer, now=now, plan=plan, cache=cache))
             except (RunDirError, OSError) as error:  # a damaged run must not hide the others
-                damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
-        return [*sorted(found, key=lambda status: -status.updated), *damaged]
+                found.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
+        return sorted(found, key=lambda status: -status.updated)
 
     def _query_chains(self, runs: Sequence[Run]) -> None:
         self.plans = {}
@@ -100,4 +127,29 @@ class RunsWatcher:
         known = self._quiet.get(run.path)
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:
             known = self._quiet[run.path] = submitted, queue.query_queue(run, plan, brief=brief)
+            self._error = known[1].error  # once silent, Slurm is not asked for every run
         return known[1]
+
+
+def _kept_line(run: Run, owner: int | None, summary: RunSummary, *, now: float) -> list[str]:
+    """Return the line of a stopped run; empty if a file is new, or a checkpoint damaged, which any file may mend."""
+    newest = next((counted.commit for counted in Lineage(run).backwards()), None)
+    last = run.attempt(summary.attempt or 0)
+    paths = [run.path, run.plan, run.stop, run.attempts, run.checkpoints, last.metrics, last.commits]
+    names = [*map(str, paths), *(attempt.folder for attempt in run.opened_attempts.values())]
+    if newest is not None:
+        names += {newest.path, *(os.path.dirname(f"{newest.path}/{name}") for name in newest.files)}
+    files = _identities(run, [name.removeprefix(f"{run.path}/") for name in names if os.path.exists(name)])
+    line = json.dumps((files, owner, newest and newest.time, summary), default=vars)
+    calm = max(each[1] for each in files.values()) < (now - CALM_SECONDS) * 1e9
+    return [line] if calm and len(line) <= MAX_LINE and summary.durable_path == (newest and newest.path) else []
+
+
+def _identities(run: Run, names: Collection[str]) -> dict[str, list[int]]:
+    """Return size, time of change and inode of files and folders by their names in a run directory. Raises OSError."""
+    folder = os.open(run.path, os.O_DIRECTORY)  # from here the look at a file takes half the time
+    try:
+        found = {name: os.stat(name, dir_fd=folder) for name in names}
+    finally:
+        os.close(folder)
+    return {name: [each.st_size, each.st_ctime_ns, each.st_ino] for name, each in found.items()}

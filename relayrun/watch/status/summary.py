@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, starmap
+from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from relayrun.control import chain_state
 from relayrun.control.rundir import campaign
@@ -99,6 +100,8 @@ class DamagedRun:
 
     path: str
     error: str
+    updated: ClassVar[float] = -inf
+    """As if older than every run."""
 
 
 def summarize_run(
@@ -217,7 +220,7 @@ class RunRecords:
 
 def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
     """The newest metrics line that counts: lines of an attempt beyond the base of the next one do not."""
-    limit = float("inf")
+    limit = inf
     for number, begin in begun:
         line: dict[str, Any]
         for line in run.attempt(number).metrics_backwards():
