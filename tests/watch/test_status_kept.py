@@ -25,7 +25,7 @@ from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import RunSummary
 from tests.history import STEP, began, ended, make_history, trained
 from tests.plans import plan_with
-from tests.watch.test_status_many import DAMAGE, KINDS, make_many
+from tests.watch.test_status_many import KINDS, make_many
 
 NOW = time.time() + 3600
 """An hour after the last change of the runs that a test makes."""
@@ -91,7 +91,7 @@ def test_every_kind_of_run_has_the_same_row(cache: Path, tmp_path: Path) -> None
         for now in (NOW, NOW + 5, NOW + 7200.25):
             assert looked(now) == anew(now)
     kept = [json.loads(line) for line in files(cache)[0].read_text().splitlines()[1:]]
-    assert len(KINDS) - 3 <= len(kept) <= len(KINDS) + len(DAMAGE)
+    assert len(kept) >= len(KINDS) - 4, "all but those without an attempt or a whole newest checkpoint"
     assert cli.main(["status", "--all"]) == 0
 
 

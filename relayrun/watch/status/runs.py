@@ -9,23 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from relayrun import __version__
 from relayrun.config.sections.batch_systems import batch_system
-from relayrun.control.rundir.checkpoint_records import Lineage
+from relayrun.control.rundir.attempt import COMMITS_NAME, METRICS_NAME
 from relayrun.control.rundir.find_runs import runs_folder
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, is_stopped
+from relayrun.control.rundir.run import ATTEMPTS_NAME, PLAN_NAME, STOP_NAME, Run, is_stopped
 from relayrun.control.scheduler import slurm
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import file_identity
 from relayrun.trust import read_cache, write_cache
-from relayrun.watch.status import queue
+from relayrun.watch.status import queue, summary
 from relayrun.watch.status.cron_check_record import FolderCache, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.summary import DamagedRun, RemainingWork, RunSummary, summarize_run
@@ -55,10 +55,10 @@ class RunsWatcher:
         """Return the status of every run, newest first, damaged runs last. `now`: seconds since 1970."""
         from relayrun.watch.status import run_status  # a table of many runs does not need it
 
-        return self._read_each(runs, run_status.read_run_status, now=now)
+        return self._read_all(runs, run_status.read_run_status, now=now, full=True)
 
     def summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        return self._read_each(runs, summarize_run, now=now)
+        return self._read_all(runs, summarize_run, now=now, full=False)
 
     def all_summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
         """Return the `summaries` of all runs of the project, and keep those of stopped runs."""
@@ -76,17 +76,21 @@ class RunsWatcher:
                     values["sentinel"] = last_cron_check(run, owner, now=now, cache=cache)
                     rows[values["path"]] = RunSummary(**values)
                     lines.append(line)
-        kept = len(lines)
-        for each in self.summaries([run for path, run in paths.items() if path not in rows], now=now):
-            rows[each.path] = each
-            with contextlib.suppress(OSError, RunDirError):
-                if isinstance(each, RunSummary) and each.stop_state:
-                    lines += _kept_line(paths[each.path], self.plans[Path(each.path)].owner, each, now=now)
-        if len(lines) > kept:
+
+        def read(run: Run, queue: QueueStatus, *, now: float, plan: Plan, cache: FolderCache) -> RunSummary:
+            with summary.damaged_records_as_error(run):
+                records = summary.RunRecords(run, plan, queue, now=now)
+                row = records.summary(cache)
+                lines.extend(_kept_line(records, row))
+            return row
+
+        new = self._read_all([run for path, run in paths.items() if path not in rows], read, now=now, full=False)
+        if len(lines) > len(rows):
             write_cache("rows", name, "\n".join(lines).encode())
+        rows |= {each.path: each for each in new}
         return sorted((rows[path] for path in paths), key=lambda each: -each.updated)
 
-    def _read_each(self, runs: Sequence[Run], read: Callable[..., S], *, now: float) -> list[S | DamagedRun]:
+    def _read_all(self, runs: Sequence[Run], read: Callable[..., S], *, now: float, full: bool) -> list[S | DamagedRun]:
         """Call `read` for every run with its jobs, none for a stopped run."""
         self._query_chains(runs)
         found: list[S | DamagedRun] = []
@@ -94,7 +98,7 @@ class RunsWatcher:
         for run in runs:
             try:
                 plan = self.plans.get(run.path) or Plan.load(run)
-                answer = QueueStatus() if is_stopped(run) else self._queue(run, plan, brief=read is summarize_run)
+                answer = QueueStatus() if is_stopped(run) else self._queue(run, plan, brief=not full)
                 found.append(read(run, answer, now=now, plan=plan, cache=cache))
             except (RunDirError, OSError) as error:  # a damaged run must not hide the others
                 found.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
@@ -117,8 +121,7 @@ class RunsWatcher:
             return queue.query_queue(run, plan, brief=brief)
         if self._error is not None:
             return QueueStatus(error=self._error)
-        found = self._jobs.get(plan.job_name, [])
-        if found:
+        if found := self._jobs.get(plan.job_name):
             self._quiet.pop(run.path, None)
             return QueueStatus(jobs=found, reasons={job.id: job.reason for job in found if job.reason})
         if run.path in self._without_jobs:
@@ -131,18 +134,22 @@ class RunsWatcher:
         return known[1]
 
 
-def _kept_line(run: Run, owner: int | None, summary: RunSummary, *, now: float) -> list[str]:
-    """Return the line of a stopped run; empty if a file is new, or a checkpoint damaged, which any file may mend."""
-    newest = next((counted.commit for counted in Lineage(run).backwards()), None)
-    last = run.attempt(summary.attempt or 0)
-    paths = [run.path, run.plan, run.stop, run.attempts, run.checkpoints, last.metrics, last.commits]
-    names = [*map(str, paths), *(attempt.folder for attempt in run.opened_attempts.values())]
+def _kept_line(records: summary.RunRecords, row: RunSummary) -> Iterator[str]:
+    """Yield the line of a stopped run, unless a file is new, or a checkpoint damaged: any file of it may be mended."""
+    run, newest = records.run, next((counted.commit for counted in records.lineage.backwards()), None)
+    if records.stop is None or records.begin is None or row.durable_path != (newest and newest.path):
+        return
+    last = run.attempt(records.begin.attempt).folder
+    paths = {path for path in (f"{last}/{METRICS_NAME}", f"{last}/{COMMITS_NAME}") if os.path.exists(path)}
+    paths |= {attempt.folder for attempt in run.opened_attempts.values()}
     if newest is not None:
-        names += {newest.path, *(os.path.dirname(f"{newest.path}/{name}") for name in newest.files)}
-    files = _identities(run, [name.removeprefix(f"{run.path}/") for name in names if os.path.exists(name)])
-    line = json.dumps((files, owner, newest and newest.time, summary), default=vars)
-    calm = max(each[1] for each in files.values()) < (now - CALM_SECONDS) * 1e9
-    return [line] if calm and len(line) <= MAX_LINE and summary.durable_path == (newest and newest.path) else []
+        paths |= {newest.path, *(os.path.dirname(f"{newest.path}/{name}") for name in newest.files)}
+    names = [PLAN_NAME, STOP_NAME, ATTEMPTS_NAME, *(path.removeprefix(f"{run.path}/") for path in sorted(paths))]
+    with contextlib.suppress(OSError):
+        files = _identities(run, names)
+        line = json.dumps((files, records.plan.owner, newest and newest.time, row), default=vars)
+        if max(each[1] for each in files.values()) < (records.now - CALM_SECONDS) * 1e9 and len(line) <= MAX_LINE:
+            yield line
 
 
 def _identities(run: Run, names: Collection[str]) -> dict[str, list[int]]:
