@@ -135,8 +135,7 @@ class FolderCache:
         """Return the user's checks of a folder and of up to `depth` folders above it, None for a damaged record."""
         above = self.checks(os.path.dirname(folder), user, depth - 1) if depth else ()
         try:
-            there = os.path.exists(f"{folder}/.sentinel-{user}.json")  # half the time of a read in vain
-            last = read_cron_check(Path(folder), user) if there else None
+            last = read_cron_check(Path(folder), user) if os.path.exists(f"{folder}/.sentinel-{user}.json") else None
             return above if last is None else ((folder, last), *above)
         except PermissionError:  # another user's private record
             return above

@@ -7,9 +7,10 @@ Summaries of stopped runs are kept in the user's cache, one a line, each with th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +27,7 @@ from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import file_identity
 from relayrun.trust import read_cache, write_cache
 from relayrun.watch.status import queue, summary
-from relayrun.watch.status.cron_check_record import FolderCache, last_cron_check
+from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.summary import DamagedRun, RemainingWork, RunSummary, summarize_run
 
@@ -63,7 +64,8 @@ class RunsWatcher:
     def all_summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
         """Return the `summaries` of all runs of the project, and keep those of stopped runs."""
         name = sha256(repr((_CODE, runs_folder())).encode()).hexdigest()
-        paths, cache = {str(run.path): run for run in runs}, FolderCache()
+        paths = {str(run.path): run for run in runs}
+        looks: dict[tuple[str, int | None], LastCronCheck | None] = {}
         rows: dict[str, RunSummary | DamagedRun] = {}
         lines: list[str] = []
         for line in (read_cache("rows", name) or b"").decode().splitlines():
@@ -73,17 +75,12 @@ class RunsWatcher:
                 if run is not None and _identities(run, files) == files:
                     values["remaining"] = RemainingWork(**left) if left else None
                     values["durable_age"] = None if saved is None else now - saved
-                    values["sentinel"] = last_cron_check(run, owner, now=now, cache=cache)
-                    rows[values["path"]] = RunSummary(**values)
+                    where = os.path.dirname(run.path), owner
+                    looks[where] = looks[where] if where in looks else last_cron_check(run, owner, now=now)
+                    rows[values["path"]] = row = object.__new__(RunSummary)
+                    vars(row).update(values, sentinel=looks[where])  # its constructor takes four times as long
                     lines.append(line)
-
-        def read(run: Run, queue: QueueStatus, *, now: float, plan: Plan, cache: FolderCache) -> RunSummary:
-            with summary.damaged_records_as_error(run):
-                records = summary.RunRecords(run, plan, queue, now=now)
-                row = records.summary(cache)
-                lines.extend(_kept_line(records, row))
-            return row
-
+        read = functools.partial(_read_and_keep, lines)
         new = self._read_all([run for path, run in paths.items() if path not in rows], read, now=now, full=False)
         if len(lines) > len(rows):
             write_cache("rows", name, "\n".join(lines).encode())
@@ -134,29 +131,35 @@ class RunsWatcher:
         return known[1]
 
 
-def _kept_line(records: summary.RunRecords, row: RunSummary) -> Iterator[str]:
-    """Yield the line of a stopped run, unless a file is new, or a checkpoint damaged: any file of it may be mended."""
-    run, newest = records.run, next((counted.commit for counted in records.lineage.backwards()), None)
-    if records.stop is None or records.begin is None or row.durable_path != (newest and newest.path):
-        return
-    last = run.attempt(records.begin.attempt).folder
-    paths = {path for path in (f"{last}/{METRICS_NAME}", f"{last}/{COMMITS_NAME}") if os.path.exists(path)}
-    paths |= {attempt.folder for attempt in run.opened_attempts.values()}
-    if newest is not None:
-        paths |= {newest.path, *(os.path.dirname(f"{newest.path}/{name}") for name in newest.files)}
-    names = [PLAN_NAME, STOP_NAME, ATTEMPTS_NAME, *(path.removeprefix(f"{run.path}/") for path in sorted(paths))]
-    with contextlib.suppress(OSError):
-        files = _identities(run, names)
-        line = json.dumps((files, records.plan.owner, newest and newest.time, row), default=vars)
-        if max(each[1] for each in files.values()) < (records.now - CALM_SECONDS) * 1e9 and len(line) <= MAX_LINE:
-            yield line
+def _read_and_keep(
+    lines: list[str], run: Run, queue: QueueStatus, *, now: float, plan: Plan, cache: FolderCache
+) -> RunSummary:
+    """Return the summary of a run. If the run has stopped, add its line, unless a file is new, or a checkpoint damaged,
+    of which any file may be mended, or the look of cron is not that of the folder."""
+    with summary.damaged_records_as_error(run):
+        records = summary.RunRecords(run, plan, queue, now=now)
+        row = records.summary(cache)
+        newest = next((counted.commit for counted in records.lineage.backwards()), None)
+    own = os.path.islink(run.path) or getattr(row.sentinel, "folder", "") == row.path
+    if row.stop_state and records.begin and row.durable_path == (newest and newest.path) and not own:
+        last = run.attempt(records.begin.attempt).folder
+        paths = {path for path in (f"{last}/{METRICS_NAME}", f"{last}/{COMMITS_NAME}") if os.path.exists(path)}
+        paths |= {attempt.folder for attempt in run.opened_attempts.values()}
+        paths |= {os.path.dirname(f"{newest.path}/{name}") for name in (".", *newest.files)} if newest else set()
+        names = [".", PLAN_NAME, STOP_NAME, ATTEMPTS_NAME, *(path.removeprefix(f"{run.path}/") for path in paths)]
+        with contextlib.suppress(OSError):
+            files = _identities(run, names)
+            line = json.dumps((files, plan.owner, newest and newest.time, row), default=vars)
+            if max(changed for changed, _ in files.values()) < (now - CALM_SECONDS) * 1e9 and len(line) <= MAX_LINE:
+                lines.append(line)
+    return row
 
 
 def _identities(run: Run, names: Collection[str]) -> dict[str, list[int]]:
-    """Return size, time of change and inode of files and folders by their names in a run directory. Raises OSError."""
+    """Return time of change and inode of files and folders by their names in a run directory. Raises OSError."""
     folder = os.open(run.path, os.O_DIRECTORY)  # from here the look at a file takes half the time
     try:
         found = {name: os.stat(name, dir_fd=folder) for name in names}
     finally:
         os.close(folder)
-    return {name: [each.st_size, each.st_ctime_ns, each.st_ino] for name, each in found.items()}
+    return {name: [each.st_ctime_ns, each.st_ino] for name, each in found.items()}

@@ -73,6 +73,4 @@ def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) ->
 def format_remaining(status: RunSummary) -> str:
     """Return the remaining time and node hours for a column; empty if unknown."""
     left = status.remaining
-    if left is None or not left.iterations:
-        return ""
-    return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h"
+    return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left and left.iterations else ""
