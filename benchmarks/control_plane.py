@@ -1,19 +1,21 @@
 """What a look at 10,000 runs with 10^6 attempts costs: CPU seconds with the start of Python.
 
-    python benchmarks/control_plane.py [--runs 10000] [--attempts 100] [--rounds 3] [--quick]
+    python benchmarks/control_plane.py [--runs 10000] [--attempts 100] [--rounds 3] [--folder FOLDER] [--quick]
 
 Most runs ended long ago, as in a project that is some years old; `--living` of them have not ended, and as many ended
 now. `relayrun status`, `status --all`, `metrics` of all runs, which has their accounts, and the look of cron
 (`sentinel`); the first call of each is shown beside the others. Files of attempts are links to those of a few runs:
 what they say is the same in all. Attempts before the newest five have their begin and end alone, as after years of
-cleaning.
+cleaning. The first look comes a minute after the last run is made: what has just changed is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from relayrun import places  # noqa: E402
 from relayrun.control.rundir.merged_metrics import MergedViews  # noqa: E402
 from relayrun.control.rundir.records import ChainEnd  # noqa: E402
 from relayrun.control.rundir.run import Run, write_stop  # noqa: E402
+from relayrun.watch.status.runs import CALM_SECONDS  # noqa: E402
 from tests.history import make_history  # noqa: E402
 
 NEWEST = 5
@@ -45,13 +48,19 @@ def main() -> None:
     parser.add_argument("--attempts", type=int, default=100, help="of each run; default: %(default)s")
     parser.add_argument("--living", type=int, default=100, help="runs that have not ended; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are made and stay; made before, they are used again"
+    )
     parser.add_argument("--quick", action="store_true", help="few runs; writes no result")
     options = parser.parse_args()
     if options.quick:
         options.runs, options.attempts, options.living, options.rounds = 100, 5, 10, 1
-    with tempfile.TemporaryDirectory(prefix="control-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = str(options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="control-")))
+        Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / places.PROJECT_MARKER).touch()
         make_runs(Path(folder), options.runs, options.attempts, options.living)
+        time.sleep(0 if options.quick else CALM_SECONDS)
         python = _results.installed_python(Path(folder) / "venv")
         relayrun = [str(python), "-m", "relayrun.cli"]
         ways = {
@@ -61,7 +70,8 @@ def main() -> None:
             "metrics": [*relayrun, "metrics"],
         }
         figures: dict[str, Any] = {}
-        environment = _results.as_installed() | {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/cache"}
+        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="control-cache-"))
+        environment = _results.as_installed() | {"HOME": folder, "XDG_CACHE_HOME": cache}
         spent([*relayrun, "--help"], folder, environment)  # compiles
         for name, command in ways.items():
             first = spent(command, folder, environment)
@@ -80,6 +90,9 @@ def main() -> None:
 def make_runs(folder: Path, runs: int, attempts: int, living: int) -> None:
     """Make runs of which the first is whole and the others are links to its files; each has a plan of its own."""
     began = time.monotonic()
+    for left in (folder / "logs/runs").glob(".sentinel-*"):
+        left.unlink()
+    shutil.rmtree(folder / "model", ignore_errors=True)
     first, linked = make_history(folder / "model", lines=10 * attempts, attempts=attempts), 0
     MergedViews(Run(first.path)).update()
     text = first.plan.read_text()
@@ -87,6 +100,9 @@ def make_runs(folder: Path, runs: int, attempts: int, living: int) -> None:
     for number in range(runs):
         name = f"run-{number:05}"
         run = Run(folder / "logs" / "runs" / f"project-{number % 20:02}" / name)
+        if (run.path / "made").exists():
+            continue
+        shutil.rmtree(run.path, ignore_errors=True)
         run.path.mkdir(parents=True)
         if linked >= LINKS:  # a new set of files
             linked = 0
@@ -107,6 +123,7 @@ def make_runs(folder: Path, runs: int, attempts: int, living: int) -> None:
             write_stop(run, ChainEnd(state="done", reason="the last iteration is saved"))
         if number >= 2 * living:
             os.utime(run.stop, (1.6e9, 1.6e9))
+        (run.path / "made").touch()
     print(f"{runs} runs made in {time.monotonic() - began:.0f} s", flush=True)
 
 

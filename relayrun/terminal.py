@@ -25,7 +25,7 @@ _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 def inert(text: str) -> str:
     r"""Return the text with every active character as `\u001b`, which JSON reads as the same character."""
-    return _ACTIVE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text if text.isprintable() else _ACTIVE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def one_line(text: str, most: int = 500) -> str:
@@ -112,19 +112,18 @@ def format_table(
     """
     names, numeric = zip(*map(parse_column_header, columns), strict=True)
     table = [[inert(text) for text in row] for row in rows]
-    contents = [[line for text in texts for line in text.split("\n")] for texts in zip(names, *table, strict=True)]
-    kept, widths = list(range(len(names))), [max(map(_cells, texts)) for texts in contents]
+    contents = ["\n".join(texts).split("\n") for texts in zip(names, *table, strict=True)]
+    kept, widths, narrow = list(range(len(names))), [max(map(_cells, texts)) for texts in contents], False
 
     def excess() -> float:
         return sum(widths[at] + 2 for at in kept) - 2 * (0 in kept) - (width or math.inf)
 
-    narrow = [max(map(_cells, (*name.split(), *texts))) for name, *texts in contents]
     while (over := excess()) > 0:
         widest = max(kept, key=lambda at: widths[at] if at or widths[at] > MIN_WORDS else 0)
         if widest and not numeric[widest] and widths[widest] - over >= MIN_WORDS:
             widths[widest] -= int(over)
-        elif narrow:  # names of columns are folded
-            widths, narrow = narrow, []
+        elif not narrow:  # names of columns are folded
+            widths, narrow = [max(map(_cells, (*name.split(), *texts))) for name, *texts in contents], True
         else:
             kept.remove(widest)
     indent = "" if 0 in kept else "  "
@@ -142,6 +141,8 @@ def format_table(
 
 
 def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
+    if text.isprintable() and (width is None or len(indent + text) <= width):  # most cells of thousands of rows
+        return [indent + text.rstrip()] if text.strip() else []
     fold = textwrap.TextWrapper(max(width or len(text), 1), indent, indent, break_on_hyphens=False)
     return [line for part in text.split("\n") for line in fold.wrap(part)]
 

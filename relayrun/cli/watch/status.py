@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json_text([asdict(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
     elif runs:
-        shown = runs if options.all else find_runs.without_old_runs(runs, now=now)
-        found = RunsWatcher().summaries(shown, now=now)
+        look = RunsWatcher().all_summaries if options.all else RunsWatcher().summaries
+        found = look(runs if options.all else find_runs.without_old_runs(runs, now=now), now=now)
         print(tables.runs_table(found))
         if left_out := len(runs) - len(found):
             print(f"{left_out} runs whose chains ended more than 30 days ago: --all")

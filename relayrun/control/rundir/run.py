@@ -46,7 +46,7 @@ class Run:
     """One run directory: its file names, and its attempts, each as one object, which reads a record once."""
 
     path: Path
-    _attempts: dict[int, Attempt] = field(default_factory=dict, init=False, repr=False, compare=False)
+    opened_attempts: dict[int, Attempt] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     config = PathIn("config")
     plan = PathIn(PLAN_NAME)
@@ -118,9 +118,9 @@ class Run:
 
     def attempt(self, number: int) -> Attempt:
         """Return the attempt with this number, existing or not."""
-        found = self._attempts.get(number)
+        found = self.opened_attempts.get(number)
         if found is None:
-            found = self._attempts[number] = Attempt(f"{self.path}/{ATTEMPTS_NAME}/{number:04}")
+            found = self.opened_attempts[number] = Attempt(f"{self.path}/{ATTEMPTS_NAME}/{number:04}")
         return found
 
     def attempt_numbers(self) -> list[int]:

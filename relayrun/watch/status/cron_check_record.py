@@ -129,20 +129,18 @@ class FolderCache:
 
     def __init__(self) -> None:
         self.real_path = RealPathCache()
-        self._found: dict[tuple[str, str, int], tuple[tuple[str, os.stat_result], ...]] = {}
+        self.checks = functools.cache(self._checks)
 
-    def records(self, folder: str, user: str, depth: int) -> tuple[tuple[str, os.stat_result], ...]:
-        """Return path and stat of the user's records in a folder and up to `depth` folders above it."""
-        found = self._found.get((folder, user, depth))
-        if found is None:
-            try:
-                found = ((folder, os.stat(f"{folder}/.sentinel-{user}.json")),)
-            except OSError:
-                found = ()
-            if depth:
-                found += self.records(os.path.dirname(folder), user, depth - 1)
-            self._found[folder, user, depth] = found
-        return found
+    def _checks(self, folder: str, user: str, depth: int) -> tuple[tuple[str, CronCheckRecord | None], ...]:
+        """Return the user's checks of a folder and of up to `depth` folders above it, None for a damaged record."""
+        above = self.checks(os.path.dirname(folder), user, depth - 1) if depth else ()
+        try:
+            last = read_cron_check(Path(folder), user) if os.path.exists(f"{folder}/.sentinel-{user}.json") else None
+            return above if last is None else ((folder, last), *above)
+        except PermissionError:  # another user's private record
+            return above
+        except (RunDirError, OSError):
+            return ((folder, None), *above)
 
 
 def last_cron_check(
@@ -156,20 +154,8 @@ def last_cron_check(
     user = _cached_user_name(os.geteuid() if owner is None else owner)
     given = str(run.path if run.path.is_absolute() else run.path.absolute())
     for path in dict.fromkeys((given, cache.real_path(given))):
-        for folder, found in cache.records(path, user, MAX_FOLDER_DEPTH):
-            try:
-                memory = _read_once(Path(folder), user, found.st_ino, found.st_mtime_ns)
-            except PermissionError:  # another user's private record
-                continue
-            except (RunDirError, OSError):
-                memory = None
+        for folder, memory in cache.checks(path, user, MAX_FOLDER_DEPTH):
             time, period, host = (memory.time, memory.period, memory.host) if memory else (None, None, "")
             late = time is None or now - time > max(LATE_CHECK_SECONDS, 3 * (period or 0.0))
             return LastCronCheck(folder=folder, time=time, period=period, host=host, user=user, late=late)
     return None
-
-
-@functools.lru_cache(maxsize=8)
-def _read_once(folder: Path, user: str, inode: int, changed: int) -> CronCheckRecord | None:
-    """Read the record once for all runs of a folder; inode and mtime are the cache key."""
-    return read_cron_check(folder, user)

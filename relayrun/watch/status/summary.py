@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, starmap
+from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from relayrun.control import chain_state
 from relayrun.control.rundir import campaign
@@ -99,6 +100,7 @@ class DamagedRun:
 
     path: str
     error: str
+    updated: ClassVar[float] = -inf  # behind every run
 
 
 def summarize_run(
@@ -147,7 +149,12 @@ class RunRecords:
         over = self.begin is not None and bool(working) and self.begin.job_id not in working  # no job could record it
         self.running = open_ and self.state in ("running", "unknown") and not over
         self.step = _newest_step(run, self._begun)
-        self.durable, self.durable_fault = _newest_checkpoint(self.lineage)
+        self.durable: ResumePoint | None = None
+        self.durable_fault: str | None = None
+        try:
+            self.durable = self.lineage.durable()
+        except RunDirError as error:
+            self.durable_fault = error.message
 
     def summary(self, cache: FolderCache | None) -> RunSummary:
         """Return the summary. `cache`: see `last_cron_check`."""
@@ -217,7 +224,7 @@ class RunRecords:
 
 def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
     """The newest metrics line that counts: lines of an attempt beyond the base of the next one do not."""
-    limit = float("inf")
+    limit = inf
     for number, begin in begun:
         line: dict[str, Any]
         for line in run.attempt(number).metrics_backwards():
@@ -227,13 +234,6 @@ def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[st
                 return line
         limit = min(limit, begin.base_iteration)
     return {}
-
-
-def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
-    try:
-        return line.durable(), None
-    except RunDirError as error:
-        return None, error.message
 
 
 def run_state(

@@ -66,14 +66,11 @@ def cron_check_line(look: LastCronCheck, *, now: float) -> str:
 
 def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) -> list[str]:
     """Return one line per folder whose cron check covers some of these runs."""
-    known = [status.sentinel for status in found if isinstance(status, RunSummary) and status.sentinel is not None]
-    looks = {look.folder: look for look in known}
+    looks = {each.sentinel.folder: each.sentinel for each in found if isinstance(each, RunSummary) and each.sentinel}
     return [f"sentinel: {cron_check_line(look, now=now)}" for look in looks.values()]
 
 
 def format_remaining(status: RunSummary) -> str:
     """Return the remaining time and node hours for a column; empty if unknown."""
     left = status.remaining
-    if left is None or not left.iterations:
-        return ""
-    return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h"
+    return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left and left.iterations else ""

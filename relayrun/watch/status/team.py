@@ -31,8 +31,7 @@ def read_team_runs(runs: Sequence[Run], *, now: float) -> list[OwnedRun]:
         run, user, hours = Run(Path(each.path)), "?", None
         with contextlib.suppress(RunDirError, OSError, AttributeError, TypeError, ValueError):  # others wrote it
             user = user_name(run.path.stat().st_uid)
-            used = used_node_seconds(run, Plan.load(run), until=now, since=now - WEEK_SECONDS)
-            hours = used / SECONDS_PER_HOUR
+            hours = used_node_seconds(run, Plan.load(run), until=now, since=now - WEEK_SECONDS) / SECONDS_PER_HOUR
         found.append((user, hours, each))
     return sorted(found, key=lambda entry: (entry[0], -(entry[1] or 0.0)))
 
