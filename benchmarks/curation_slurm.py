@@ -5,12 +5,12 @@
     python benchmarks/curation_slurm.py --megabytes 8   to try it
 
 Two nodes with a processor each; the same files, tasks and number of jobs: FineWeb's filters with tokenization, four
-tasks of a job each; MinHash, two jobs a stage. Compared is the CPU time of all jobs with that of the commands that
-submit them. The seconds from the submission to the end are shown: Slurm starts jobs when it likes.
+tasks of a job each; MinHash, two jobs a stage. Compared is the CPU time of all jobs. That of the commands that submit
+them, and the seconds from the submission to the end, are shown: Slurm starts jobs when it likes.
 
-Each then loses a node (all its processes, as by a power loss) and has a task killed (SIGKILL), both while the third
-task of four is at work; and one file of a finished MinHash is cut in half. What a side does without a command is
-noted, then the same command is given again.
+Each then loses a node (all its processes, as by a power loss) and has a job killed (SIGKILL): one of the last two with
+filters, or one of MinHash's first stage; and one file of a finished MinHash is cut in half. What a side does without a
+command is noted, then the same command is given again.
 """
 
 from __future__ import annotations
@@ -143,21 +143,23 @@ class Side:
     def wait(self) -> list[str]:
         """Wait until no job is left that can run; return those that stay in the queue, after their removal."""
 
-        def left() -> list[str] | None:
+        stuck: list[str] = []
+
+        def is_over() -> bool:
             words = ["squeue", "--noheader", "--array", "--format=%i %r"]
             lines = [line.split() for line in self.cluster.run(words).stdout.splitlines()]
-            stuck = [job for job, reason in lines if NEVER in reason]
-            return stuck if len(stuck) == len(lines) else None
+            stuck[:] = [job for job, reason in lines if NEVER in reason]
+            return len(stuck) == len(lines)
 
-        stuck = self.cluster.wait_until(lambda: (found := left()) is not None and (found, 0), interval=0.3)[0]
+        self.cluster.wait_until(is_over, interval=0.3)
         if stuck:
             self.cluster.run(["scancel", *stuck])
             self.cluster.wait_until(lambda: not self.cluster.queue())
         return stuck
 
     def cpu_seconds(self) -> float:
-        """CPU time of the jobs that came to their end, and of the commands."""
-        return self.commands + sum(map(job_seconds, (self.folder / "times").iterdir()))
+        """CPU time of the jobs that came to their end."""
+        return sum(map(job_seconds, (self.folder / "times").iterdir()))
 
     def done(self, stage: str) -> int:
         """Return the number of finished tasks of a stage."""
@@ -210,6 +212,7 @@ def main() -> None:
         "slurm": subprocess.check_output(["slurmctld", "-V"], text=True).strip(),
         "whole_over_datatrove": spread([ratio(each["filters"]) for each in rounds]),
         "minhash_over_datatrove": spread([ratio(each["minhash"]) for each in rounds]),
+        "commands_cpu_s": {work: {s: rounds[-1][work][s]["commands_cpu_s"] for s in SIDES} for work in rounds[-1]},
         "seconds_to_the_end": {work: {s: rounds[-1][work][s]["wall_s"] for s in SIDES} for work in rounds[-1]},
         "after_a_fault": after,
         "rounds": rounds,
@@ -262,11 +265,10 @@ Fault = Callable[[TestCluster, str], Callable[[], None]]
 def lose(cluster: TestCluster, place: Path, name: str, work: str, fault: Fault) -> Figures:
     """Do a work with this fault while the third task of four is at work, then give the command again."""
     side = Side(cluster, place, name, f"{work}-{fault.__name__}")
-    stage = "filters" if work == "filters" else "signatures"
+    stage = "filters" if work == "filters" else "documents" if name == "relayrun" else "signatures"
     side.submit()
-    if work == "filters":  # a job has one task here, and the first two are done
-        cluster.wait_until(lambda: side.done(stage) >= 2, what="two tasks are done")
-    job = cluster.wait_until(lambda: running(cluster), what="a job runs")
+    first = 2 if work == "filters" else 0
+    job = cluster.wait_until(lambda: running(cluster, first), what="a job runs") or ""
     time.sleep(4)
     mend = fault(cluster, job)
     done = side.done(stage)
@@ -292,10 +294,10 @@ def lose(cluster: TestCluster, place: Path, name: str, work: str, fault: Fault) 
     return figures
 
 
-def running(cluster: TestCluster) -> str | None:
-    """Return the last of the jobs that run, if it runs alone on its node."""
+def running(cluster: TestCluster, first: int) -> str | None:
+    """Return a job of an array that runs, from this element on."""
     jobs = [job.id for job in cluster.queue() if job.state == "RUNNING"]
-    return jobs[-1] if jobs else None
+    return next((job for job in jobs if int(job.partition("_")[2] or -1) >= first), None)
 
 
 def reference(cluster: TestCluster, place: Path, name: str, work: str) -> Side:

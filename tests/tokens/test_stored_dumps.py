@@ -194,6 +194,28 @@ def test_verify_finds_what_was_changed_and_the_next_submit_makes_that_alone(
     assert {name: found[name] for name in whole} == whole
 
 
+def test_verify_takes_a_url_alone(place: Place, server: ObjectServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shards of a store, or copies of them in another place, without the metadata folder that made them."""
+    submit(place.config(f"s3://{BUCKET}/alone", "alone"))
+    client, url = server.client(), f"s3://{BUCKET}/moved"
+    for name, data in server.objects("alone/t/d").items():
+        client.put_object(Bucket=BUCKET, Key=f"moved/{name}", Body=data)
+    capsys.readouterr()
+    for place_of_shards in (url, f"{url}/dump-0/"):
+        assert main(["dumps", "verify", place_of_shards, "--full", "--workers", "1"]) == 0
+        assert capsys.readouterr().out == "dump 0: 6 shards, 1,200 documents tokenized again: no fault\n"
+    client.delete_object(Bucket=BUCKET, Key="moved/dump-0/00003_tokens.idx")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert main(["dumps", "verify", url, "--workers", "1"]) == 1
+    said = capsys.readouterr().out
+    assert f"dump 0: {url}/dump-0/00003_tokens.idx is gone\n" in said
+    assert "stays finished (verify its metadata folder to have it made again)" in said
+    client.delete_object(Bucket=BUCKET, Key="moved/dump-0/tokenization.json")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert main(["dumps", "verify", url]) == 1
+    assert f"{url}: there is no record of shards below this" in capsys.readouterr().err
+
+
 def test_a_submit_finds_what_was_changed_in_an_unfinished_dump(
     place: Place, server: ObjectServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,15 @@ from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.urls import fetch_file, first_line, join_path, printable
+from relayrun.tokens.stores.urls import (
+    absolute_path,
+    fetch_file,
+    first_line,
+    is_url,
+    join_path,
+    list_url,
+    printable,
+)
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
@@ -305,7 +313,7 @@ class DumpCheckResult:
         lines = [f"dump {self.index}: {fault}" for fault in self.faults]
         end = "opened again: submit, and what is wrong is made anew" if self.faults else "no fault"
         if self.closed is not None:
-            end = f"stays finished ({self.closed}): verify it again later"
+            end = f"stays finished ({self.closed})"
         head = f"dump {self.index}: {self.shards:,} shards, {self.documents:,} documents tokenized again"
         head += f" ({self.undecoded:,} do not decode to their text)" if self.undecoded else ""
         return "\n".join([*lines, f"{head}: {end}"])
@@ -320,8 +328,11 @@ def verify_dumps(
     report: Callable[[DumpCheckResult], None] = lambda verified: None,
 ) -> list[DumpCheckResult]:
     """Check the shards of every finished dump by their checksums, and a sample of documents (`full`: all) by their
-    files. The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards
-    again and keeps the others. Raises InputError if no dump is finished."""
+    files; for a URL in place of the folder the shards there, by the records beside them. The paths file of a dump with
+    faults moves back to `dumps/`, so that the next submit makes its faulty shards again and keeps the others. Raises
+    InputError if no dump is finished."""
+    if is_url(metadata_folder):
+        return _verify_url(absolute_path(metadata_folder), report, full, workers, temp_dir)
     metadata = DumpsFolder(metadata_folder)
     if not metadata.finished():
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")
@@ -333,9 +344,30 @@ def verify_dumps(
                 with metadata.hold():
                     metadata.reopen(index)
             except RelayrunError as error:
-                verified = replace(verified, closed=error.message)
+                verified = replace(verified, closed=f"{error.message}: verify it again later")
         report(verified)
         done.append(verified)
+    return done
+
+
+def _verify_url(url: str, report: Callable[[DumpCheckResult], None], *how: Any) -> list[DumpCheckResult]:
+    done = []
+    records = [name for name, _ in list_url(url) if os.path.basename(name) == FOLDER_RECORD]
+    if not records:
+        hint = "it is put there when all shards of a dump are; `relayrun dumps verify METADATA_FOLDER` knows the others"
+        raise InputError("there is no record of shards below this", where=url, hint=hint)
+    for number, name in enumerate(sorted(records)):
+        store = absolute_path(join_path(url, os.path.dirname(name)))
+        with work_folder(how[-1]) as folder:
+            fetch_file(join_path(store, FOLDER_RECORD), folder / FOLDER_RECORD)
+            values = read_json(folder / FOLDER_RECORD)
+            values["source"]["store"] = store  # they may have been copied
+            write_json(folder / FOLDER_RECORD, values)
+            index = store.rpartition("/dump-")[2]
+            verified = _verify_dump(folder, int(index) if index.isdecimal() else number, *how)
+        words = "verify its metadata folder to have it made again"
+        done.append(replace(verified, closed=words if verified.faults else None))
+        report(done[-1])
     return done
 
 
@@ -371,7 +403,7 @@ def _verify_stored(
     """Verify shards below a URL, by copies of their files."""
     done: dict[str, DumpCheckResult] = {}
     task = functools.partial(_verify_copy, folder, index, full, temp_dir)
-    names = [name for name, task in record.tasks.items() if task.stored]
+    names = [name for name, task in record.tasks.items() if task.xxh3_128 or task.exclusions]
     run_tasks(task, names, max(workers, 1), done.__setitem__, where=record.store)
     if faulty := [name for name, each in done.items() if each.faults]:
         remove_from_record(folder, *faulty)
