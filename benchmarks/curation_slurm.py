@@ -3,13 +3,15 @@
 
     python benchmarks/curation_slurm.py                 40 MB of text, and what is done again after kills
     python benchmarks/curation_slurm.py --megabytes 8   to try it
+    python benchmarks/curation_slurm.py --megabytes 200 --minhash
+                                                        MinHash alone, where the start of a job counts for less
 
 Two nodes with a processor each; the same files, tasks and number of jobs: FineWeb's filters with tokenization, four
 tasks of a job each; MinHash, two jobs a stage. Compared is the CPU time of all jobs. That of the commands that submit
 them, and the seconds from the submission to the end, are shown: Slurm starts jobs when it likes.
 
 Each then loses a node (all its processes, as by a power loss) and has a job killed (SIGKILL): one of the last two with
-filters, or one of MinHash's first stage; and one file of a finished MinHash is cut in half. What a side does without a
+filters, or one of MinHash's signatures; and one file of a finished MinHash is cut in half. What a side does without a
 command is noted, then the same command is given again.
 """
 
@@ -186,21 +188,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--minhash", action="store_true", help="MinHash alone, and no faults")
     options = parser.parse_args()
+    works = ("minhash",) if options.minhash else ("filters", "minhash")
     place = curation.FOLDER / f"{options.megabytes}-mb"
     curation.make_text(place / "text", options.megabytes)
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie below it
     cluster = TestCluster(folder / "c", nodes=2, cpus=1, gpus=1, node_timeout=10)
     try:
         cluster.up()
-        rounds = [{work: both(cluster, place, work) for work in ("filters", "minhash")} for _ in range(options.rounds)]
-        after = {
-            "node_lost": {side: lose(cluster, place, side, "filters", lose_node) for side in SIDES},
-            "node_lost_minhash": {side: lose(cluster, place, side, "minhash", lose_node) for side in SIDES},
-            "task_killed": {side: lose(cluster, place, side, "filters", kill_task) for side in SIDES},
-            "task_killed_minhash": {side: lose(cluster, place, side, "minhash", kill_task) for side in SIDES},
-            "file_cut": {side: cut(cluster, place, side) for side in SIDES},
-        }
+        rounds = [{work: both(cluster, place, work) for work in works} for _ in range(options.rounds)]
+        after: dict[str, dict[str, Figures]] = {}
+        if not options.minhash:
+            after = faults(cluster, place)
     finally:
         cluster.down()
         shutil.rmtree(folder)
@@ -210,14 +210,13 @@ def main() -> None:
         "same_bytes_as_datatrove": True,
         "load_average": os.getloadavg()[0],
         "slurm": subprocess.check_output(["slurmctld", "-V"], text=True).strip(),
-        "whole_over_datatrove": spread([ratio(each["filters"]) for each in rounds]),
-        "minhash_over_datatrove": spread([ratio(each["minhash"]) for each in rounds]),
+        **{f"{work}_over_datatrove": spread([ratio(each[work]) for each in rounds]) for work in works},
         "commands_cpu_s": {work: {s: rounds[-1][work][s]["commands_cpu_s"] for s in SIDES} for work in rounds[-1]},
         "seconds_to_the_end": {work: {s: rounds[-1][work][s]["wall_s"] for s in SIDES} for work in rounds[-1]},
         "after_a_fault": after,
         "rounds": rounds,
     }
-    write("curation_slurm", figures)
+    write("curation_slurm_minhash" if options.minhash else "curation_slurm", figures)
     print(json.dumps(figures, indent=1))
 
 
@@ -246,6 +245,17 @@ def both(cluster: TestCluster, place: Path, work: str) -> dict[str, Figures]:
     return found
 
 
+def faults(cluster: TestCluster, place: Path) -> dict[str, dict[str, Figures]]:
+    """Return what each side does after each fault."""
+    return {
+        "node_lost": {side: lose(cluster, place, side, "filters", lose_node) for side in SIDES},
+        "node_lost_minhash": {side: lose(cluster, place, side, "minhash", lose_node) for side in SIDES},
+        "task_killed": {side: lose(cluster, place, side, "filters", kill_task) for side in SIDES},
+        "task_killed_minhash": {side: lose(cluster, place, side, "minhash", kill_task) for side in SIDES},
+        "file_cut": {side: cut(cluster, place, side) for side in SIDES},
+    }
+
+
 def lose_node(cluster: TestCluster, job: str) -> Callable[[], None]:
     """Lose the node of a job; return what brings it back."""
     node = cluster.job(job)["NodeList"]
@@ -265,10 +275,10 @@ Fault = Callable[[TestCluster, str], Callable[[], None]]
 def lose(cluster: TestCluster, place: Path, name: str, work: str, fault: Fault) -> Figures:
     """Do a work with this fault while the third task of four is at work, then give the command again."""
     side = Side(cluster, place, name, f"{work}-{fault.__name__}")
-    stage = "filters" if work == "filters" else "documents" if name == "relayrun" else "signatures"
+    stage = "filters" if work == "filters" else "signatures"
     side.submit()
-    first = 2 if work == "filters" else 0
-    job = cluster.wait_until(lambda: running(cluster, first), what="a job runs") or ""
+    wanted = ("", 2) if work == "filters" else (stage, 0)
+    job = cluster.wait_until(lambda: running(cluster, *wanted), what="a job runs") or ""
     time.sleep(4)
     mend = fault(cluster, job)
     done = side.done(stage)
@@ -294,9 +304,9 @@ def lose(cluster: TestCluster, place: Path, name: str, work: str, fault: Fault) 
     return figures
 
 
-def running(cluster: TestCluster, first: int) -> str | None:
-    """Return a job of an array that runs, from this element on."""
-    jobs = [job.id for job in cluster.queue() if job.state == "RUNNING"]
+def running(cluster: TestCluster, name: str, first: int) -> str | None:
+    """Return a job that runs, of an array with these words in its name, from this element on."""
+    jobs = [job.id for job in cluster.queue() if job.state == "RUNNING" and name in job.name]
     return next((job for job in jobs if int(job.partition("_")[2] or -1) >= first), None)
 
 

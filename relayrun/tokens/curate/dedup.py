@@ -254,15 +254,12 @@ class DedupStages:
         with work_folder(self.work) as folder:
             (folder / WORK / stage).mkdir(parents=True)
             record: dict[str, Any] = getattr(self, f"_make_{stage}")(folder, task) or {}
-            names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-            made = sorted(names, reverse=True)  # the documents that stay last
+            made = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
             record["files"] = {name: file_checksum(folder / name) for name in made}
             record["bytes"] = sum((folder / name).stat().st_size for name in made)
             fsync_tree(folder)
             places = {name: place for name in made if is_url(place := self._place(name))}
-            record["stored"] = {
-                name: put_file(folder / name, place, record["files"][name]) for name, place in places.items()
-            }
+            record["stored"] = {name: put_file(folder / name, places[name], record["files"][name]) for name in places}
             here = [name for name in made if name not in places]
             for name in here:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -271,9 +268,8 @@ class DedupStages:
                 fsync_directory(parent)
             record["seconds"] = round(time.time() - started, 3)
             if self.store and stage == "kept":
-                write_json(copy := folder / "record.json", record)
-                name = f"{WORK}/records/{self._record_file(stage, task).name}"
-                put_file(copy, join_path(self.store, name), file_checksum(copy))
+                write_json(copy := folder / self._record_file(stage, task).name, record)
+                put_file(copy, join_path(self.store, f"{WORK}/records/{copy.name}"), file_checksum(copy))
         write_json(self._record_file(stage, task), record)
         return record
 

@@ -290,10 +290,9 @@ def _refuse_incomplete(dataset: str, names: Sequence[str]) -> None:
     """Raise InputError if a dataset is the output of a deduplication whose documents are not all there."""
     if f"{DEDUP_WORK}/settings.json" in names:
         with urls.open_input(urls.join_path(dataset, f"{DEDUP_WORK}/settings.json")) as file:
-            wanted = json.load(file)["stages"]["kept"]
-        if wanted > len(fnmatch.filter(names, f"{DEDUP_WORK}/records/kept-*.json")):
-            hint = "`relayrun dumps dedup` goes on with it"
-            raise InputError("this deduplication is not complete", where=dataset, hint=hint)
+            if json.load(file)["stages"]["kept"] > len(fnmatch.filter(names, f"{DEDUP_WORK}/records/kept-*.json")):
+                hint = "`relayrun dumps dedup` goes on with it"
+                raise InputError("this deduplication is not complete", where=dataset, hint=hint)
 
 
 class _BegunDump(NamedTuple):
