@@ -35,6 +35,7 @@ def is_even(document):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_steps.py").write_text(STEPS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for local jobs
     train_tokenizer(tmp_path / "tok/tokenizer.json")
     (tmp_path / "data").mkdir()
     for number in range(2 * DUMPS):
