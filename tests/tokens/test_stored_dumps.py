@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import s3fs
@@ -24,6 +25,7 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.remote_shards import MIN_CACHE_BYTES, BlockCache, freeze_shards
 from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, submit_dumps, tokenize_dump
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
@@ -194,6 +196,28 @@ def test_verify_finds_what_was_changed_and_the_next_submit_makes_that_alone(
     assert {name: found[name] for name in whole} == whole
 
 
+def test_verify_takes_a_url_alone(place: Place, server: ObjectServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shards of a store, or copies of them in another place, without the metadata folder that made them."""
+    submit(place.config(f"s3://{BUCKET}/alone", "alone"))
+    client, url = server.client(), f"s3://{BUCKET}/moved"
+    for name, data in server.objects("alone/t/d").items():
+        client.put_object(Bucket=BUCKET, Key=f"moved/{name}", Body=data)
+    capsys.readouterr()
+    for place_of_shards in (url, f"{url}/dump-0/"):
+        assert main(["dumps", "verify", place_of_shards, "--full", "--workers", "1"]) == 0
+        assert capsys.readouterr().out == "dump 0: 6 shards, 1,200 documents tokenized again: no fault\n"
+    client.delete_object(Bucket=BUCKET, Key="moved/dump-0/00003_tokens.idx")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert main(["dumps", "verify", url, "--workers", "1"]) == 1
+    said = capsys.readouterr().out
+    assert f"dump 0: {url}/dump-0/00003_tokens.idx is gone\n" in said
+    assert "stays finished (verify its metadata folder to have it made again)" in said
+    client.delete_object(Bucket=BUCKET, Key="moved/dump-0/tokenization.json")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert main(["dumps", "verify", url]) == 1
+    assert f"{url}: no dump is finished here" in capsys.readouterr().err
+
+
 def test_a_submit_finds_what_was_changed_in_an_unfinished_dump(
     place: Place, server: ObjectServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +297,46 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_is_queued(
     assert "\n" not in refused.value.message
     assert not (place.folder / "refused/tokenized-dir-link").is_symlink()
     assert not list(server.objects("forbidden"))
+
+
+def test_a_large_file_is_put_in_parts_whole_or_not_at_all(place: Place, server: ObjectServer) -> None:
+    """Above 100 MB s3fs puts parts of 50 MB, and names the object when all are there."""
+    file, url = place.folder / "00000_tokens.bin", f"s3://{BUCKET}/large/00000_tokens.bin"
+    file.write_bytes(random.Random(0).randbytes(1 << 20) * 120)
+    checksum, client = file_checksum(file), server.client()
+    server.fail({"PUT": [None, 30.0, 30.0, 30.0]})
+    killed = multiprocessing.get_context("fork").Process(target=urls.put_file, args=(file, url, checksum))
+    killed.start()
+    wait_for(lambda: client.list_multipart_uploads(Bucket=BUCKET).get("Uploads"), 60)
+    wait_for(lambda: server.faults_left() < 3, 60)
+    killed.kill()
+    killed.join()
+    assert server.names("large") == []
+    server.fail({"PUT": [None, 500]})
+    size, _ = urls.put_file(file, url, checksum)
+    assert (size, server.names("large")) == (120 << 20, ["00000_tokens.bin"])
+    assert urls.content_checksum(url) == checksum
+    assert client.head_object(Bucket=BUCKET, Key="large/00000_tokens.bin")["ETag"].strip('"').endswith("-3")
+
+
+def test_another_file_system_of_fsspec(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds for `memory:`, whose files this process alone sees, holds for `gs:` and `az:` as far as they do what
+    fsspec promises: their packages are not needed here."""
+    whole, config = place.local(), place.config("memory://mine/tokens", "memory")
+    submit(config)
+    store = fsspec.filesystem("memory")
+    found = {name: store.cat_file(f"/mine/tokens/t/d/dump-0/{name}") for name in whole}
+    assert found == whole
+    store.pipe_file("/mine/tokens/t/d/dump-0/00002_tokens.bin", whole["00002_tokens.bin"][:-2])
+    capsys.readouterr()
+    for place_of_shards in (str(place.folder / "memory"), "memory://mine/tokens"):
+        assert main(["dumps", "verify", place_of_shards, "--workers", "1"]) == 1
+        assert "00002_tokens.bin is not what its record says (xxh3-128)" in capsys.readouterr().out
+    submit(config)
+    assert re.findall(r"(\d+)_tokens: \d+ documents", capsys.readouterr().out) == ["00002"]
+    assert {name: store.cat_file(f"/mine/tokens/t/d/dump-0/{name}") for name in whole} == whole
 
 
 def test_several_workers_put_side_by_side(place: Place, server: ObjectServer) -> None:

@@ -115,7 +115,7 @@ def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="dumps_command", required=True)
     for name, words, add_arguments in SUBCOMMANDS:
         add_arguments(commands.add_parser(name, help=words))
-    faults = "check finished dumps against their checksums and files; open those with faults again"
+    faults = "check finished dumps, also below a URL, against checksums and files; open those with faults again"
     for name, words, run in (
         ("status", "done, tokens, speed, what is left, failures", run_dump_status),
         ("tune", "try workers and batches on the dataset's own files, on this node", run_tune),

@@ -13,6 +13,10 @@
 The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
 their names, and then a record has their checksums. A task is done if its files are those of its record. A killed task
 begins again, with the same bytes: they depend on the input files and the settings, which may not change meanwhile.
+
+If the output folder is a URL, `_dedup` is in the metadata folder. The store gets the documents that stay and that are
+dropped, each file read back in full, and copies of the settings and of the last stage's records, by which
+`relayrun dumps prepare` sees whether all are there.
 """
 
 from __future__ import annotations
@@ -45,10 +49,11 @@ from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import work_folder
 from relayrun.tokens.readers.inputs import read_paths_file, stat_inputs, take_inventory
 from relayrun.tokens.stores.direct_io import file_checksum
+from relayrun.tokens.stores.urls import is_url, join_path, put_file
 from relayrun.tokens.tokenize.dumps import DEDUP_WORK as WORK
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
-from relayrun.tokens.tokenize.shard_folder import exclusion_file
+from relayrun.tokens.tokenize.shard_folder import exclusion_file, file_fault
 from relayrun.tokens.tokenize.step_task import (
     DocumentRows,
     ExclusionWriter,
@@ -138,7 +143,8 @@ class DedupStages:
         metadata = DumpsFolder(settings.metadata_folder)
         self.dataset = metadata.dataset()
         self.files = sorted(name for file in metadata.paths_files() for name in read_paths_file(file))
-        self.output = Path(self.settings.output_folder)
+        self.output = settings.local_folder(self.settings.output_folder)
+        self.store = self.settings.output_folder if is_url(self.settings.output_folder) else ""
         self.work = self.output / WORK
         self._records = self.work / "records"
         self.minhash = self._made("minhash", functools.partial(_parameters, dedup.MinhashConfig))
@@ -200,6 +206,14 @@ class DedupStages:
             remove_leftovers(folder)
         write_json(file, now)
 
+    def copy_settings(self) -> None:
+        """Put a copy of the settings into the store. Raises InputError if it holds a deduplication of others."""
+        file, place = self.work / "settings.json", join_path(self.store, f"{WORK}/settings.json")
+        if file_fault(place, checksum := file_checksum(file)) not in (None, f"{place} is gone"):
+            hint = "use another output folder, or delete this one to begin again"
+            raise InputError("another metadata folder made the documents here", where=self.store, hint=hint)
+        put_file(file, place, checksum)
+
     def records(self, stage: str) -> list[dict[str, Any]]:
         """Return the records of the finished tasks of a stage."""
         return [read_json(file) for file in sorted(self._records.glob(f"{stage}-[0-9]*.json"))]
@@ -220,10 +234,16 @@ class DedupStages:
 
     def _is_done(self, stage: str, task: int) -> bool:
         try:
-            files = read_json(self._record_file(stage, task))["files"].items()
-            return all(file_checksum(self.output / name) == digest for name, digest in files)
+            record = read_json(self._record_file(stage, task))
+            files, stored = record["files"].items(), record.get("stored", {})
+            return not any(file_fault(self._place(name), digest, stored.get(name, ())) for name, digest in files)
         except (OSError, ValueError, KeyError):
             return False
+
+    def _place(self, name: str) -> str:
+        """Return the place of a file: in the store, if it holds documents that stay or are dropped."""
+        in_store = self.store and ("/" not in name or "/exclusions/" in name)
+        return join_path(self.store if in_store else str(self.output), name)
 
     def run_task(self, stage: str, task: int) -> dict[str, Any]:
         """Do a task; return its record."""
@@ -238,12 +258,18 @@ class DedupStages:
             record["files"] = {name: file_checksum(folder / name) for name in made}
             record["bytes"] = sum((folder / name).stat().st_size for name in made)
             fsync_tree(folder)
-            for name in made:
+            places = {name: place for name in made if is_url(place := self._place(name))}
+            record["stored"] = {name: put_file(folder / name, places[name], record["files"][name]) for name in places}
+            here = [name for name in made if name not in places]
+            for name in here:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(folder / name, self.output / name)
-            for parent in {(self.output / name).parent for name in made}:
+            for parent in {(self.output / name).parent for name in here}:
                 fsync_directory(parent)
-        record["seconds"] = round(time.time() - started, 3)
+            record["seconds"] = round(time.time() - started, 3)
+            if self.store and stage == "kept":
+                write_json(copy := folder / self._record_file(stage, task).name, record)
+                put_file(copy, join_path(self.store, f"{WORK}/records/{copy.name}"), file_checksum(copy))
         write_json(self._record_file(stage, task), record)
         return record
 

@@ -54,6 +54,8 @@ def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
     with metadata.hold():
         metadata.refuse_live_jobs()
         stages.begin()
+        if stages.store:  # in a process of its own: a store's package starts threads, which keep workers from forks
+            processes.run_tasks(DedupStages.copy_settings, [stages], 2, lambda *_: None, where=stages.store)
         (stages.work / ERROR_FILE).unlink(missing_ok=True)
         replace_link(metadata.dedup_link, str(stages.output))
         if not local:

@@ -20,7 +20,9 @@ the order of the directory listing. O(files log dumps).
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import heapq
+import json
 import logging
 import os
 import re
@@ -243,8 +245,8 @@ def prepare_dumps(
     dataset = urls.absolute_path(dataset_folder)
     metadata = DumpsFolder(metadata_folder)
     files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out, endings=endings)
+    _refuse_incomplete(dataset, [file.path for file in files_there.left_out])
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
-    _refuse_incomplete(Path(dataset, DEDUP_WORK))
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
@@ -284,12 +286,13 @@ def prepare_dumps(
     return dumps
 
 
-def _refuse_incomplete(work: Path) -> None:
-    """Raise InputError if `work` is that of a deduplication whose documents are not all there."""
-    with contextlib.suppress(FileNotFoundError):
-        if read_json(work / "settings.json")["stages"]["kept"] > len(list(work.glob("records/kept-*.json"))):
-            hint = "`relayrun dumps dedup` goes on with it"
-            raise InputError("this deduplication is not complete", where=work.parent, hint=hint)
+def _refuse_incomplete(dataset: str, names: Sequence[str]) -> None:
+    """Raise InputError if a dataset is the output of a deduplication whose documents are not all there."""
+    if f"{DEDUP_WORK}/settings.json" in names:
+        with urls.open_input(urls.join_path(dataset, f"{DEDUP_WORK}/settings.json")) as file:
+            if json.load(file)["stages"]["kept"] > len(fnmatch.filter(names, f"{DEDUP_WORK}/records/kept-*.json")):
+                hint = "`relayrun dumps dedup` goes on with it"
+                raise InputError("this deduplication is not complete", where=dataset, hint=hint)
 
 
 class _BegunDump(NamedTuple):

@@ -37,11 +37,15 @@ def _folder_or_store(value: str) -> str:
     return on_this_machine(value) if value.startswith("file:") or not is_url(value) else absolute_path(value)
 
 
+FolderOrStore = Annotated[SingleLine, Checked(_folder_or_store)]
+
+
 class DedupSettings(Section):
     """Stages over the documents of all dumps, behind the steps of `pipeline`: `relayrun dumps dedup`."""
 
-    output_folder: OutputPath
-    """Gets the documents that stay as .jsonl.gz, and the work of the stages in `_dedup`."""
+    output_folder: FolderOrStore
+    """Gets the documents that stay as .jsonl.gz, and the work of the stages in `_dedup`. For a URL the work stays in
+    metadata_folder, but for the documents that are dropped."""
     exact: bool = True
     """Keep one of the documents with the same text."""
     minhash: dict[str, Any] | None = None
@@ -63,7 +67,7 @@ class TokenizationSettings(TokenizeOptions):
     dataset_name: FileName
     metadata_folder: OutputPath
     """Folder written by `relayrun dumps prepare`."""
-    output_folder: Annotated[SingleLine, Checked(_folder_or_store)]
+    output_folder: FolderOrStore
     """A folder, or a URL that fsspec can write below (`s3://bucket/tokens`); then records are in metadata_folder."""
     logs: OutputPath = "logs"
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
@@ -74,8 +78,9 @@ class TokenizationSettings(TokenizeOptions):
     def outputs(self) -> dict[str, str]:
         """Folders to which jobs write, by setting."""
         names = ("metadata_folder", "output_folder", "scratch_folder", "logs")
-        found = {name: place for name in names if (place := getattr(self, name)) and not is_url(place)}
-        return found if self.dedup is None else found | {"dedup.output_folder": self.dedup.output_folder}
+        found = {name: place for name in names if (place := getattr(self, name))}
+        found |= {} if self.dedup is None else {"dedup.output_folder": self.dedup.output_folder}
+        return {name: place for name, place in found.items() if not is_url(place)}
 
     @property
     def name(self) -> str:
@@ -84,9 +89,12 @@ class TokenizationSettings(TokenizeOptions):
     @property
     def dataset_output(self) -> Path:
         """Target of `M/tokenized-dir-link`: the dumps' records, and their shards unless these lie below a URL."""
-        scheme, _, rest = self.output_folder.rpartition("://")
-        base = Path(self.metadata_folder, scheme, rest.lstrip("/")) if scheme else Path(rest)
-        return base / self.tokenizer_name / self.dataset_name
+        return self.local_folder(self.output_folder) / self.tokenizer_name / self.dataset_name
+
+    def local_folder(self, output: str) -> Path:
+        """Return an output folder, or that of the records of a URL."""
+        scheme, _, rest = output.rpartition("://")
+        return Path(self.metadata_folder, scheme, rest.lstrip("/")) if scheme else Path(rest)
 
     @property
     def job_output_files(self) -> Path:
@@ -117,7 +125,7 @@ class TokenizationSettings(TokenizeOptions):
 
         changed: dict[str, Any] = {name: resolved(place) for name, place in self.outputs.items()}
         if self.dedup is not None:
-            own = {"output_folder": changed.pop("dedup.output_folder")}
+            own = {"output_folder": changed.pop("dedup.output_folder", self.dedup.output_folder)}
             own |= {"evaluations": resolved(self.dedup.evaluations)} if self.dedup.evaluations else {}
             changed["dedup"] = self.dedup.model_copy(update=own)
         if os.path.exists(tokenizer := resolved(self.tokenizer)):

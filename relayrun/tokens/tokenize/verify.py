@@ -35,7 +35,7 @@ from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.urls import fetch_file, first_line, join_path, printable
+from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_definition, load_tokenizer
@@ -140,14 +140,14 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
         definition = _recorded_tokenizer(record, tokenizer)
         files = stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True)
         for now, then, digest in zip(files, task.inputs, task.fingerprints, strict=True):
-            if not is_unchanged(join_path(record.dataset, now[0]), now, then, digest):
+            if not is_unchanged(urls.join_path(record.dataset, now[0]), now, then, digest):
                 gone = now[1:] == MISSING_FILE
-                words = f"{printable(now[0])} {'is gone' if gone else 'is not what it was'}"
+                words = f"{urls.printable(now[0])} {'is gone' if gone else 'is not what it was'}"
                 return SourceComparison(prefix=prefix, note=words, stale=not gone)
         source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
         return source.compare_all(temp_dir) if full else source.compare_sample()
     except (RelayrunError, OSError) as error:
-        return SourceComparison(prefix=prefix, note=first_line(error))
+        return SourceComparison(prefix=prefix, note=urls.first_line(error))
 
 
 def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
@@ -205,7 +205,7 @@ class _Source:
             undecoded += tokenizer.decode(ids.tolist(), skip_special_tokens=False) != text
             expected, _ = self.framing.apply(ids, np.array([len(ids)], np.int64))
             if not np.array_equal(expected, _document_ids(self.shard, first + place)):
-                file = printable(self.task.inputs[number][0])
+                file = urls.printable(self.task.inputs[number][0])
                 fault = f"document {first + place} has other ids than its text, document {place} of {file}"
                 return SourceComparison(prefix=prefix, documents=len(texts), fault=fault)
         return SourceComparison(prefix=prefix, documents=len(texts), undecoded=undecoded)
@@ -222,7 +222,7 @@ class _Source:
         return texts, count
 
     def _texts(self, number: int) -> Iterator[memoryview]:
-        path = join_path(self.record.dataset, self.task.inputs[number][0])
+        path = urls.join_path(self.record.dataset, self.task.inputs[number][0])
         faults = LineFaults(skip=bool(self.task.bad_lines))
         column, size = self.record.settings["column"], TokenizeOptions.default("batch_bytes")
         for array in read_column(path, column, batch_bytes=size, scratch=tempfile.gettempdir(), faults=faults):
@@ -304,8 +304,8 @@ class DumpCheckResult:
         """Return one line for the terminal, and one for each fault."""
         lines = [f"dump {self.index}: {fault}" for fault in self.faults]
         end = "opened again: submit, and what is wrong is made anew" if self.faults else "no fault"
-        if self.closed is not None:
-            end = f"stays finished ({self.closed}): verify it again later"
+        if self.faults and self.closed is not None:
+            end = f"stays finished ({self.closed})"
         head = f"dump {self.index}: {self.shards:,} shards, {self.documents:,} documents tokenized again"
         head += f" ({self.undecoded:,} do not decode to their text)" if self.undecoded else ""
         return "\n".join([*lines, f"{head}: {end}"])
@@ -320,8 +320,11 @@ def verify_dumps(
     report: Callable[[DumpCheckResult], None] = lambda verified: None,
 ) -> list[DumpCheckResult]:
     """Check the shards of every finished dump by their checksums, and a sample of documents (`full`: all) by their
-    files. The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards
-    again and keeps the others. Raises InputError if no dump is finished."""
+    files; for a URL in place of the folder the shards there, by the records beside them. The paths file of a dump with
+    faults moves back to `dumps/`, so that the next submit makes its faulty shards again and keeps the others. Raises
+    InputError if no dump is finished."""
+    if urls.is_url(metadata_folder):
+        return _verify_url(urls.absolute_path(metadata_folder), report, full, workers, temp_dir)
     metadata = DumpsFolder(metadata_folder)
     if not metadata.finished():
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")
@@ -333,9 +336,28 @@ def verify_dumps(
                 with metadata.hold():
                     metadata.reopen(index)
             except RelayrunError as error:
-                verified = replace(verified, closed=error.message)
+                verified = replace(verified, closed=f"{error.message}: verify it again later")
         report(verified)
         done.append(verified)
+    return done
+
+
+def _verify_url(url: str, report: Callable[[DumpCheckResult], None], *how: Any) -> list[DumpCheckResult]:
+    done = []
+    records = [name for name, _ in urls.list_url(url) if os.path.basename(name) == FOLDER_RECORD]
+    if not records:
+        raise InputError("no dump is finished here", where=url, hint="`relayrun dumps status` tells more")
+    for number, name in enumerate(sorted(records)):
+        store = urls.absolute_path(urls.join_path(url, os.path.dirname(name)))
+        with work_folder(how[-1]) as folder:
+            urls.fetch_file(urls.join_path(store, FOLDER_RECORD), folder / FOLDER_RECORD)
+            values = read_json(folder / FOLDER_RECORD)
+            values["source"]["store"] = store  # they may have been copied
+            write_json(folder / FOLDER_RECORD, values)
+            index = store.rpartition("/dump-")[2]
+            verified = _verify_dump(folder, int(index) if index.isdecimal() else number, *how)
+        done.append(replace(verified, closed="verify its metadata folder to have it made again"))
+        report(done[-1])
     return done
 
 
@@ -346,7 +368,7 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
             return _verify_stored(folder, record, index, full, workers, temp_dir)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
-        return DumpCheckResult(index=index, shards=0, documents=0, faults=(first_line(error),))
+        return DumpCheckResult(index=index, shards=0, documents=0, faults=(urls.first_line(error),))
     there = {os.path.basename(prefix) for prefix in prefixes}
     faults = [f"{name} is gone" for name, task in record.tasks.items() if task.tokens and name not in there]
     checked = verify_shards(prefixes, eod=record.settings["eos"], threads=workers)
@@ -371,8 +393,7 @@ def _verify_stored(
     """Verify shards below a URL, by copies of their files."""
     done: dict[str, DumpCheckResult] = {}
     task = functools.partial(_verify_copy, folder, index, full, temp_dir)
-    names = [name for name, task in record.tasks.items() if task.stored]
-    run_tasks(task, names, max(workers, 1), done.__setitem__, where=record.store)
+    run_tasks(task, [*record.tasks], max(workers, 1), done.__setitem__, where=record.store)
     if faulty := [name for name, each in done.items() if each.faults]:
         remove_from_record(folder, *faulty)
     sums = {name: sum(getattr(each, name) for each in done.values()) for name in ("shards", "documents", "undecoded")}
@@ -388,7 +409,7 @@ def _verify_copy(folder: Path, index: int, full: bool, temp_dir: str | None, nam
         Path(copy, "exclusions").mkdir()
         for file in files:
             with contextlib.suppress(FileNotFoundError):
-                fetch_file(join_path(store, file), copy / file)
+                urls.fetch_file(urls.join_path(store, file), copy / file)
         faults = [file_fault(str(copy / file), checksum) for file, checksum in files.items()]
         found = DumpCheckResult(index=index, shards=0, documents=0, faults=tuple(filter(None, faults)))
         if record.tasks[name].tokens and not found.faults:
