@@ -226,6 +226,8 @@ def main() -> None:
         warnings.simplefilter("ignore")
         for module in IMPORTED:
             importlib.import_module(module)
+        for kind in sys.modules[IMPORTED[0]].CONFIG_CLASSES.values():
+            kind.model_rebuild()  # or each fork builds its schema
     del sys.path[0]
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if len(os.listdir("/proc/self/task")) != 1:
