@@ -37,7 +37,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
         "it's a run",
         data={"validation": {"held-out": [str(held_out.folder / "data")]}},
         model={"make_vocab_size_divisible_by": 100},  # a vocabulary without padding, which only training has
-        training={"steps": 50, "eval_interval": 20, "eval_steps": 2},
+        training={"steps": 30, "eval_interval": 20, "eval_steps": 2},
         checkpoint={"interval": 10, "keep_last": 1},
         evaluation={"interval": 20, "job": {"time": "10"}},
     )
@@ -46,7 +46,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
     run = workspace.run("it's a run")
     assert [end.cause for end in ends(run)] == ["done"]
     lines = list(read_json_lines(run.evaluations_view))
-    assert [(line["iteration"], line["status"]) for line in lines] == [(20, "done"), (40, "done"), (50, "done")], lines
+    assert [(line["iteration"], line["status"]) for line in lines] == [(20, "done"), (30, "done")], lines
     training = {
         line["iteration"]: line["validation"]["held-out"]
         for line in read_json_lines(run.metrics_view)
@@ -64,7 +64,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
         check=True,
         timeout=600,
     ).stdout
-    assert re.search(r"evaluations +iteration 50: held-out loss \S+ perplexity \S+ windows 16; 3 done", said), said
+    assert re.search(r"evaluations +iteration 30: held-out loss \S+ perplexity \S+ windows 16; 2 done", said), said
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ from tests.plans import plan_with
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
 from .fake_slurm import FakeSlurm
 
-PARTS = 60
+PARTS = 120
 """Parts of the cases, one of which a day tries."""
 
 

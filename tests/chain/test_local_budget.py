@@ -97,7 +97,7 @@ def test_an_end_that_nobody_recorded_counts_as_late_as_it_can_have_been(make_run
     assert budget.used_node_seconds(run, plan, until=900.0, before=3) == 4 * 100 + 2 * 60
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_attempt_tells_what_the_chain_needs_within_a_tenth(make_run: MakeRun) -> None:
     """As far as the machine keeps its pace: a busy one does not."""
     run, plan = make_run("--steps=220", "--step-seconds=0.25", total_steps=220, max_node_hours=1.0, **SHORT)

@@ -14,6 +14,7 @@ from relayrun.api import submit
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
+from tests import warm
 from tests.tokens.test_loader import shards
 from tests.workspace import Workspace
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def config(folder: Path, example: str, *, name: str, steps: int, kills: int) -> Path:
     words = [str(ROOT / "tests/killed_by_itself.py"), "49", str(kills), str(ROOT / f"examples/loader/{example}.py")]
-    python = sys.executable
+    python = warm.python() if example == "plain" else sys.executable
     if example == "torchtitan_loader":
         python = python_of("torchtitan")
         words.insert(3, str(ON_CPUS))

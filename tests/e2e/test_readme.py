@@ -67,9 +67,9 @@ def dead_links(page: Path, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    assert dead_links(page, page.read_text(encoding="utf-8")) == []
+def test_links_lead_somewhere() -> None:
+    assert len(LINKED) > 100
+    assert not {page: dead for page in LINKED if (dead := dead_links(page, page.read_text(encoding="utf-8")))}
 
 
 def test_a_dead_link_is_found() -> None:

@@ -39,15 +39,16 @@ def missing(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_is_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    if page.name in (
-        "megatron-lm-launchers.md",
-        "coming-from-megatron-lm.md",
-    ):  # the first column of its tables names files of another repository
-        text = re.sub(r"^\| [^|]+\|", "|", text, flags=re.M)
-    assert missing(text) == []
+def test_what_a_page_names_is_there() -> None:
+    assert len(PAGES) > 100
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.name in (
+            "megatron-lm-launchers.md",
+            "coming-from-megatron-lm.md",
+        ):  # the first column of its tables names files of another repository
+            text = re.sub(r"^\| [^|]+\|", "|", text, flags=re.M)
+        assert missing(text) == [], page
 
 
 def test_a_name_that_is_gone_is_found() -> None:

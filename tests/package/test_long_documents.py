@@ -76,7 +76,7 @@ def write(file: Path, kind: str, size: int) -> None:
         pytest.param("jsonl", "ascii", 1.0, marks=pytest.mark.long),
         pytest.param("jsonl", "wide", 1.0, marks=pytest.mark.long),
         pytest.param("jsonl.gz", "escaped", 1.0, marks=pytest.mark.long),
-        pytest.param("jsonl.zst", "escaped", 1.0, marks=pytest.mark.slow),
+        pytest.param("jsonl.zst", "escaped", 1.0, marks=pytest.mark.long),
         pytest.param("parquet", "wide", 3.5, marks=pytest.mark.long),
         pytest.param("parquet", "dictionary", 4.5, marks=pytest.mark.long),
     ],

@@ -200,8 +200,10 @@ def theirs(
     return {f"{file.name}.gz": file.read_bytes() for file in sorted(Path(source).iterdir())}
 
 
-@pytest.mark.parametrize("tasks", [1, 3, 4])
-@pytest.mark.parametrize(("exact", "minhash"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("tasks", "exact", "minhash"),
+    [(1, True, True), (3, True, False), (3, False, True), (3, True, True), (4, True, True)],
+)
 def test_the_documents_are_those_of_datatroves_own_pipelines(
     place: Place, tasks: int, exact: bool, minhash: bool
 ) -> None:
@@ -211,17 +213,22 @@ def test_the_documents_are_those_of_datatroves_own_pipelines(
 
 
 PARAGRAPHS = {"n_sentences": 1, "split_sentences": False, "min_doc_words": 8, "min_num_sentences": 0}
+PARTS: list[tuple[str, dict[str, Any]]] = [
+    ("\n", PARAGRAPHS),
+    ("\n", {**PARAGRAPHS, "n_sentences": 2, "min_words_to_remove_span": 12}),
+    (". ", {"min_doc_words": 20}),
+    (". ", {"n_sentences": 1, "min_doc_words": 0, "norm_config": {"lowercase": False}, "min_num_sentences": 2}),
+]
+AROUND = [(1, False), (3, True), (3, False), (1, True)]
+"""Tasks, and whether MinHash comes before: each with one of PARTS in `make test`, with all in `make test-long`."""
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("tasks", [1, 3])
 @pytest.mark.parametrize(
-    ("joint", "given"),
+    ("joint", "given", "tasks", "before"),
     [
-        ("\n", PARAGRAPHS),
-        ("\n", {**PARAGRAPHS, "n_sentences": 2, "min_words_to_remove_span": 12}),
-        (". ", {"min_doc_words": 20}),
-        (". ", {"n_sentences": 1, "min_doc_words": 0, "norm_config": {"lowercase": False}, "min_num_sentences": 2}),
+        pytest.param(*part, *around, marks=[] if number == place else [pytest.mark.long])
+        for number, part in enumerate(PARTS)
+        for place, around in enumerate(AROUND)
     ],
 )
 def test_sentences_and_paragraphs_are_those_of_datatroves_own_pipelines(
@@ -523,8 +530,8 @@ def test_bad_files_are_left_out_whole_and_a_step_that_fails_is_in_the_status(pla
 
 def test_more_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     """A task of `buckets` and of `repeated` opens a file of each task of the stage before."""
-    place = Place(tmp_path, parts("\n", 80), files=40)
-    given: dict[str, Any] = {"tasks": 40, "exact": False, "minhash": None, "sentences": PARAGRAPHS}
+    place = Place(tmp_path, parts("\n", 80), files=26)
+    given: dict[str, Any] = {"tasks": 26, "exact": False, "minhash": None, "sentences": PARAGRAPHS}
     deduplicate(place.config(**given), wait=True)
     place.config("few", **given)
     program = f"ulimit -S -n 32; exec {sys.executable} -m relayrun dumps dedup {tmp_path}/few.yaml"

@@ -510,7 +510,7 @@ def test_a_kill_at_any_change_of_a_file_leaves_the_bytes_of_an_undisturbed_run(t
     place.run(steps, "undisturbed", exclusions=form)
     whole = place.bytes("undisturbed")
     codes = []
-    for call in range(1, 200, 5):
+    for call in range(1, 200, 11):
         killed = multiprocessing.get_context("fork").Process(
             target=die_at, args=(call, place, steps, f"out{call}", form)
         )

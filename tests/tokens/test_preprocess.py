@@ -19,6 +19,7 @@ from relayrun.errors import InputError
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import TokenizeResult, tokenize_paths_file
+from tests import warm
 from tests.tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet
 from tests.waiting import wait_for
 
@@ -324,9 +325,7 @@ def test_each_foreseeable_error_is_one_message(
         case, []
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        door(name, data, paths, target, *options), capture_output=True, text=True, env=environment, timeout=600
-    )
+    done = warm.run(door(name, data, paths, target, *options), env=environment)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
@@ -421,9 +420,7 @@ def test_a_killed_worker_is_an_error_and_no_hang_and_a_rerun_completes(
     assert shards(out) == ["00000_tokens.bin", "00000_tokens.idx"]
     (data / "b.jsonl").unlink()
     write_jsonl(data / "b.jsonl", TEXTS)
-    done = subprocess.run(
-        door(tokenizer, data, tmp_path / "paths", out), capture_output=True, text=True, check=True, timeout=600
-    )
+    done = warm.run(door(tokenizer, data, tmp_path / "paths", out), check=True)
     assert "task 0" not in done.stdout
     expected = expected_ids(tokenizer, TEXTS)
     assert [shard_documents(out / f"0000{rank}_tokens") for rank in (0, 1)] == [expected, expected]

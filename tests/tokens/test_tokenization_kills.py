@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.tokens.shards.shard import Shard
+from tests import warm
 from tests.tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 from tests.tokens.test_preprocess import door, workers_of
 from tests.waiting import wait_for
@@ -42,7 +43,7 @@ class Workplace:
 
     def finish(self, out: Path) -> dict[str, bytes]:
         """Run to the end; the bytes of all shards."""
-        subprocess.run(self.command(out, 2), check=True, capture_output=True, timeout=600)
+        warm.run(self.command(out, 2), check=True)
         record = json.loads((out / "tokenization.json").read_text())
         assert sorted(record["shards"]) == sorted(record["parts"])
         for name, task in record["shards"].items():
@@ -95,8 +96,7 @@ def test_a_kill_at_the_worst_moment_leaves_the_same_files(
     out = tmp_path / "out"
     command = workplace.command(out, workers=1)
     program = [sys.executable, "-c", KILLER.format(where=FORCED[point]), *command[1:]]
-    killed = subprocess.run(program, capture_output=True, timeout=600, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert warm.run(program).returncode == -signal.SIGKILL
     names = {file.name for file in out.iterdir()}
     assert ("00003_tokens.bin" in names) == (point != "before the .bin rename")
     assert ("00003_tokens.idx" in names) == (point == "before the manifest record")
@@ -111,7 +111,7 @@ def test_a_kill_while_the_record_is_written_leaves_nothing_behind(
     out = tmp_path / "out"
     where = "at = lambda a, b: str(b).endswith('tokenization.json'); after = False"
     program = [sys.executable, "-c", KILLER.format(where=where), *workplace.command(out, workers=1)[1:]]
-    assert subprocess.run(program, capture_output=True, check=False, timeout=600).returncode == -signal.SIGKILL
+    assert warm.run(program).returncode == -signal.SIGKILL
     assert list(out.rglob(".tmp-*"))
     assert workplace.finish(out) == undisturbed[0]
     assert not list(out.rglob(".tmp-*"))

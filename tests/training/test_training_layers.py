@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ MISSING = "TransformerEngine is not installed where the ranks run, and "
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     program = Path(__file__).with_name("layer_choice.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run([sys.executable, program])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.export.models import write_tokenizer
 from tests.training.test_training_oracle import assert_equal, case
@@ -55,7 +56,11 @@ divide(1)
 
 def run(*command: str | Path, search: str | None = None) -> str:
     """What a program of a Python prints, with `search` before its packages."""
-    path = os.pathsep.join(filter(None, [search, str(ROOT)]))
+    if search is None:
+        done = warm.run([sys.executable, *command])
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    path = os.pathsep.join([search, str(ROOT)])
     done = subprocess.run(
         [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": path},

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from relayrun.tokens.tokenize.processes import ONE_THREAD_ENVIRONMENT
 from tests.waiting import wait_for
 
 from .stand_in import receive_status, request
@@ -86,6 +87,7 @@ def _start_server(folder: Path) -> None:
     # room that a program's own arguments and environment are written into, so that /proc shows them
     room = {f"ROOM{number}": "x" * 30_000 for number in range(4)}
     plain = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": "/"}
+    plain |= ONE_THREAD_ENVIRONMENT
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
             [sys.executable, str(HERE / "server.py"), str(folder / "socket"), str(_owner()), str(ROOT), "x" * 20_000],

@@ -24,6 +24,8 @@ MODULES = (
     "tests.warm.probe",
 )
 """What the server can be; and the programs of `relayrun gpu-check`."""
+SCRIPT = "tests/killed_by_itself.py"
+"""And this one, which runs a user's program in its own process."""
 FORWARDED = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -56,11 +58,9 @@ def receive_status(connection: socket.socket) -> int:
 
 def is_of(root: str, arguments: list[str]) -> bool:
     """The server can be this program: it has the modules, and they are those of this checkout."""
-    if (
-        arguments[:1] != ["-m"]
-        or len(arguments) < 2
-        or not (arguments[1] in MODULES or arguments[1].startswith(GPU_CHECK))
-    ):
+    script = arguments[:1] == [os.path.join(root, SCRIPT)]
+    module = arguments[1] if len(arguments) > 1 and arguments[0] == "-m" else ""
+    if not (script or module in MODULES or module.startswith(GPU_CHECK)):
         return False
     folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return all(
