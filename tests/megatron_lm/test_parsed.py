@@ -95,7 +95,10 @@ def validate_args(args, defaults):
         raise RuntimeError("Found no NVIDIA driver on your system.")
 
 def core_transformer_config_from_args(args):
-    if args.lr == 7:
+    if args.lr > 7 and getattr(args, "apply_rope_fusion", True):
+        args.apply_rope_fusion = True
+        raise ValueError("apply_rope_fusion is not available. Please install TE >= 1.4 or Apex.")
+    if args.lr in (7, 8):
         raise ValueError("Only one activation function can be selected at a time")
 """
 
@@ -119,8 +122,11 @@ def test_the_checkouts_validation_judges_with_the_ranks_of_the_run(tmp_path: Pat
     ((words, source),) = said("1", ranks=3)
     assert "refuses these flags together: AssertionError: num_layers 2 do not divide the ranks (arguments.py:" in words
     assert source == "model.num_layers"
-    ((words, _),) = said("7")
-    assert "ValueError: Only one activation function can be selected at a time" in words
+    for lr in ("7", "8"):  # the other rules are asked without a fused kernel that this machine lacks
+        ((words, _),) = said(lr)
+        assert "ValueError: Only one activation function can be selected at a time" in words
+    taken = ask(tmp_path / "c", GOOD, Flag(name="lr", values=("9",), source=""), ranks=4)
+    assert (taken.refusals, taken.unjudged, [*taken.lacking]) == ([], None, ["apply_rope_fusion"])
 
 
 def test_a_dataclass_becomes_flags(tmp_path: Path) -> None:

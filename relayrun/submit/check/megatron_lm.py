@@ -241,10 +241,12 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
             f"{number}; the job asks the parser, and ends the chain where it refuses one",
         )
     elif not said.refusals:
-        together = "and its validation takes them together"
+        tell, together = findings.ok, "and its validation takes them together"
+        if said.lacking:
+            together += f", without {', '.join(said.lacking)}, whose package this machine lacks"
         if said.unjudged is not None:
-            together = f"its validation of them together was not asked ({said.unjudged})"
-        findings.ok(name, f"{version}: its own parser takes all {number}, {together}")
+            tell, together = findings.skip, f"its validation of them together was not asked ({said.unjudged})"
+        tell(name, f"{version}: its own parser takes all {number}, {together}")
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:

@@ -188,6 +188,8 @@ class ParserAnswer:
     """The reason if the parser could not be asked."""
     unjudged: str | None = None
     """The reason if the validation of the flags together could not be asked."""
+    lacking: Sequence[str] = ()
+    """Settings of fused kernels that this machine lacks, without which it was asked."""
 
 
 def ask_parser(
@@ -207,7 +209,7 @@ def ask_parser(
         answer = _run_parser(checkout, flags, python, environment)
         own = frozenset(checkout.declared(checkout.folder / program))
         refusals, unjudged = _refused_flags(checkout, flags, answer, own), answer.get("unjudged", [None])[0]
-        return ParserAnswer(refusals=refusals, certain=True, unjudged=unjudged)
+        return ParserAnswer(refusals=refusals, certain=True, unjudged=unjudged, lacking=answer.get("lacking", ()))
     except _ParserUnavailable as error:
         unknown = {"unknown": [flag.words[0] for flag in flags if flag.name not in checkout.flags], "errors": []}
         return ParserAnswer(

@@ -2,8 +2,8 @@
 
 Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it. If it
 takes all flags, the checkout's own validation follows, as rank 0 of WORLD_SIZE: no process group, no GPU. Printed is
-`{"flags": [...], "unknown": [...], "errors": [...]}`, with `"invalid"` or `"unjudged"`, behind a line `ANSWER_MARK`, or
-`{"unavailable": "why"}` if the checkout cannot be imported.
+`{"flags": [...], "unknown": [...], "errors": [...]}`, with `"invalid"`, `"unjudged"` or `"lacking"`, behind a line
+`ANSWER_MARK`, or `{"unavailable": "why"}` if the checkout cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NOT_HERE = re.compile(
     r"NVIDIA driver|No CUDA GPUs|not compiled with CUDA|invalid device|please install|not installed", re.I
 )
 """Errors of a machine without a GPU, or without packages of the ranks, which say nothing of the flags."""
+FUSION = re.compile(r"\w+_fusion\b")
+"""A setting of a fused kernel, whose package a login node may lack: the other rules are asked without it."""
 
 
 class ParserTaken(BaseException):
@@ -98,22 +100,31 @@ def parse_flags_one_by_one(parser: argparse.ArgumentParser, words: list[str]) ->
 
 def validate_flags(words: list[str]) -> dict[str, list[str]]:
     """What the checkout's `validate_args` and configuration of the model say: `invalid`, or `unjudged` if this machine
-    lacks what they need; empty if they take the flags."""
+    lacks what they need. If they take the flags, `lacking` has the fused kernels that this machine lacks."""
     from megatron.training import arguments
 
     if not hasattr(arguments, "validate_args"):
         return {"unjudged": ["it has no validate_args"]}
     sys.argv = ["pretrain.py", *words]
-    try:
-        args = arguments.parse_args()
-        args = arguments.validate_args(args, {}) or args
-        arguments.core_transformer_config_from_args(args)
-    except (Exception, SystemExit) as error:
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split()) or str(line.line)
-        kind = "unjudged" if isinstance(error, ImportError) or NOT_HERE.search(said) else "invalid"
-        return {kind: [f"{type(error).__name__}: {said} ({os.path.basename(line.filename)}:{line.lineno})"]}
-    return {}
+    lacking: list[str] = []
+    while True:
+        args = argparse.Namespace()
+        try:
+            args = arguments.parse_args()
+            vars(args).update(dict.fromkeys(lacking, False))
+            args = arguments.validate_args(args, {}) or args
+            arguments.core_transformer_config_from_args(args)
+        except (Exception, SystemExit) as error:
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            said = " ".join(str(error).split()) or str(line.line)
+            elsewhere = isinstance(error, ImportError) or NOT_HERE.search(said) is not None
+            fusions = [name for name in FUSION.findall(said) if getattr(args, name, False) and name not in lacking]
+            if elsewhere and fusions:
+                lacking += fusions
+                continue
+            kind = "unjudged" if elsewhere else "invalid"
+            return {kind: [f"{type(error).__name__}: {said} ({os.path.basename(line.filename)}:{line.lineno})"]}
+        return {"lacking": lacking}
 
 
 def group_words(words: list[str]) -> list[list[str]]:
