@@ -239,22 +239,25 @@ def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
     return old
 
 
+def fails_to_write(error: OSError, made: Path | None) -> bool:
+    """True for an error about a file below `made`, or, without a file, about a disk."""
+    if error.filename is None:
+        return error.errno in _WRITES_FAIL
+    return made is not None and Path(os.fsdecode(error.filename)).is_relative_to(made)
+
+
 @contextlib.contextmanager
 def blaming_output(final: Path, made: Path | None = None) -> Iterator[None]:
     """Name the output, and the room that is left, in an error about a file below `made`, or about a disk that is full,
     broken or read-only."""
-
-    def below(name: str | bytes) -> bool:
-        return made is not None and Path(os.fsdecode(name)).is_relative_to(made)
-
     try:
         yield
     except RelayrunError as error:
-        if error.where is not None and below(error.where):
+        if error.where is not None and made is not None and Path(error.where).is_relative_to(made):
             error.where = str(final)
         raise
     except OSError as error:
-        if not (error.errno in _WRITES_FAIL if error.filename is None else below(error.filename)):
+        if not fails_to_write(error, made):
             raise
         free = f"; {files.free_space(final.parent):,} bytes are free there" if error.errno in _NO_ROOM else ""
         words = f"cannot be written: {os.strerror(error.errno or 0)}{free}"

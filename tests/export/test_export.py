@@ -297,6 +297,18 @@ def test_a_damaged_folder_is_not_imported(
     assert "has no config.json" in refused(capsys, *command)
 
 
+def test_a_missing_tokenizer_is_named_and_not_the_output(
+    tmp_path: Path, imported: Imported, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(imported.run.path, run)
+    for config in run.glob("config/*.yaml"):
+        config.write_text(re.sub(r"tokenizer: \S+", f"tokenizer: {tmp_path}/gone", config.read_text()))
+    said = refused(capsys, "export", "hf", run, "--output", tmp_path / "out")
+    assert str(tmp_path / "gone") in said
+    assert "cannot be written" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [pytest.param("hf", marks=pytest.mark.long), "torch", "import"])
 def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: str) -> None:

@@ -129,7 +129,8 @@ def from_huggingface_config(
 
 def write_tokenizer(source: CheckpointSource, folder: Path, original: Original) -> int | None:
     """Write the run's tokenizer for transformers, and the files that only the original has. Return the token that
-    begins a text, None without one."""
+    begins a text, None without one. Raises InputError for a tokenizer that is missing or another one."""
+    tokenizer = source.tokenizer
     given = Path(source.config.data.tokenizer)
     beside = given.parent if given.is_file() and given.name == "tokenizer.json" else given
     if beside.is_dir():
@@ -150,7 +151,7 @@ def write_tokenizer(source: CheckpointSource, folder: Path, original: Original) 
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "eos_token": None if eod is None else source.tokenizer.tokenizer.id_to_token(eod),
+            "eos_token": None if eod is None else tokenizer.tokenizer.id_to_token(eod),
         }
         write_json(folder / "tokenizer_config.json", settings)
     return _frame_texts(source, folder, original)

@@ -51,7 +51,7 @@ from relayrun.control.trainers.torch_files import METADATA_FILE
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.progress import Progress, count
-from relayrun.publishing import InputFiles, published_folder
+from relayrun.publishing import InputFiles, fails_to_write, published_folder
 from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
@@ -180,24 +180,24 @@ def new_folder(target: Path, read: InputFiles | None = None) -> Iterator[Path]:
         except (Exception, CheckpointException) as error:
             if read is not None:
                 read.check()  # a checkpoint that is removed meanwhile is neither damaged nor the output's fault
-            words = _why_not_written(error)
+            words = _why_not_written(error, made)
             if words is None or isinstance(error, RelayrunError):
                 raise
             hint = "see that there is room, and that you may write there"
             raise InputError(f"cannot be written: {words}", where=target, hint=hint) from None
 
 
-def _why_not_written(error: BaseException | None) -> str | None:
-    """Return why a write failed; None if the error has another kind."""
+def _why_not_written(error: BaseException | None, made: Path) -> str | None:
+    """Return why a write below `made` failed; None if the error has another kind."""
     if error is None:
         return None
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return error.strerror or str(error) if fails_to_write(error, made) else None
     if isinstance(error, CheckpointException):
-        return next((words for inner, _ in error.failures.values() if (words := _why_not_written(inner))), None)
+        return next((words for inner, _ in error.failures.values() if (words := _why_not_written(inner, made))), None)
     if isinstance(error, SafetensorError):
         return str(error)
-    inner = _why_not_written(error.__cause__ or error.__context__)
+    inner = _why_not_written(error.__cause__ or error.__context__, made)
     full = any(words in str(error) for words in ("inline_container", "iostream error"))
     if inner is None and isinstance(error, RuntimeError) and full:
         return "torch's writer met a full or broken disk, a quota or a limit of file sizes"
