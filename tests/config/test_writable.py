@@ -255,6 +255,17 @@ def test_no_setting_of_a_tokenization_takes_a_url_for_a_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["dumps.yaml"]
 
 
+def test_a_url_without_its_slashes_is_no_folder_for_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"tokenizer": "t", "tokenizer_name": "t", "dataset_name": "d", "metadata_folder": "m"}
+    (tmp_path / "dumps.yaml").write_text(yaml_file.dump_yaml(own | {"output_folder": "hdfs:x/y"}))
+    assert main(["dumps", "submit", "dumps.yaml"]) == 1
+    assert "output_folder: is a URL without its slashes; write hdfs://..." in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dumps.yaml"]
+
+
 def test_no_step_of_a_pipeline_takes_a_url_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="s3://bucket/x is a URL, and only folders of this machine"):

@@ -110,6 +110,8 @@ def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> No
         check.refuse_job_settings(config("job.sbatch={mail-typ: END}"))
     with pytest.raises(ConfigError, match=r"evaluation.job.sbatch.grs: .*\n.*did you mean gres\?"):
         check.refuse_job_settings(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
+    with pytest.raises(ConfigError, match=r"job.sbatch.gres: asks for 3 GPUs of a node, and job.gpus_per_node is 4"):
+        check.refuse_job_settings(config("job.gpus_per_node=4", 'job.sbatch={gres: "gpu:a100:2,lustre:1,gpu:v100"}'))
 
 
 def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,12 @@ def gres_with_gpus(gres: str, gpus: str) -> str:
     return ",".join(parts)
 
 
+def gpus_of_gres(gres: str) -> int | None:
+    """Return the GPUs of a node that `gres` asks for; None if it names none."""
+    words = [part.partition("(")[0].split(":") for part in gres.split(",") if _is_gpu_resource(part)]
+    return sum(int(each[-1]) if each[-1].isdecimal() else 1 for each in words) if words else None
+
+
 def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str | None]) -> dict[str, str]:
     """Return a job's options, read back from Slurm, with GPUs requested in the way of the script's own options."""
     found = dict(options)

@@ -20,7 +20,7 @@ from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import NoAnswerError
 from relayrun.control.scheduler.slurm_nodes import unusable_nodes
-from relayrun.errors import SchedulerError
+from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import sbatch_options
@@ -54,9 +54,14 @@ def _met_facts(config: CommonConfig) -> list[str]:
 
 
 def refuse_job_settings(config: CommonConfig) -> None:
-    """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
+    """Raise ConfigError for an option that sbatch does not have, for fewer GPUs than a node's ranks, and for lines that
+    Bash cannot read."""
     check_setup_lines(config.job.setup, where="job.setup")
     if batch_system(config.cluster.scheduler).slurm:
+        gpus = slurm_commands.gpus_of_gres(str(config.job.sbatch.get("gres", "")))
+        if gpus is not None and gpus < config.job.gpus_per_node:
+            words = f"asks for {gpus} GPUs of a node, and job.gpus_per_node is {config.job.gpus_per_node}"
+            raise ConfigError(words, where="job.sbatch.gres", hint="give both the same number, or `gres: false`")
         slurm_commands.check_sbatch_options(config.job.sbatch, where="job.sbatch")
         if config.evaluation is not None:
             slurm_commands.check_sbatch_options(config.evaluation.job.sbatch, where="evaluation.job.sbatch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,11 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def _folder_or_store(value: str) -> str:
+    if (scheme := re.match(r"([a-z][a-z0-9+.-]+):(?!/)", value)) is not None:
+        from fsspec.registry import known_implementations
+
+        if scheme[1] in known_implementations:
+            raise ValueError(f"is a URL without its slashes; write {scheme[1]}://...")
     return on_this_machine(value) if value.startswith("file:") or not is_url(value) else absolute_path(value)
 
 
