@@ -59,6 +59,7 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
     found = restarts.read_failed_restarts(run.attempt(1))
     begin = run.attempt(1).read_begin()
     assert begin is not None
+    cluster.wait_job(begin.job_id)  # which brings the view of metrics up to date behind the record of its end
     assert record.cause == "done", Path(begin.log or "").read_text()
     assert [(each.rank, each.node, each.iteration, each.next_iteration) for each in found[:2]] == [
         (1, "n1", 7, 5),

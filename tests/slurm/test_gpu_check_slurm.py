@@ -25,4 +25,4 @@ def test_srun_starts_the_check_on_a_node(cluster: TestCluster, tmp_path: Path) -
     cluster.run([*command, f"--cluster={site}", f"--folder={tmp_path / 'check'}", "--only", "environment"])
     result = json.loads((tmp_path / "check" / "gpu-tiny.json").read_text())
     assert [(part["name"], part["status"]) for part in result["parts"]] == [("environment", "done")]
-    assert cluster.queue() == []
+    cluster.wait_until(lambda: not cluster.queue(), what="the end of srun's own job, and no other")

@@ -176,8 +176,8 @@ class BashBuiltins(BashValues):
     def _do_printf(self, words: list[str], node: Node) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        forms = r"(?:[^%]|%%|%-?\d*s)*" if MARK.search(" ".join(words)) else r"(?:[^%]|%%|%[^a-zA-Z%(*]{0,6}[^n(*])*"
-        known = words and not MARK.search(words[0]) and re.fullmatch(forms, words[0], re.S)
+        forms = r"%-?\d{0,4}s" if MARK.search(" ".join(words)) else r"%(?![^a-zA-Z%]*\d{5})[^a-zA-Z%(*]{0,6}[^n(*]"
+        known = words and not MARK.search(words[0]) and re.fullmatch(f"(?:[^%]|%%|{forms})*", words[0], re.S)
         text = ask_bash('printf "$@"', "--", *words) if known else None
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
