@@ -16,6 +16,7 @@ from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from tests.tokenization_corpus import train_tokenizer
 
+from . import power_loss
 from .cluster import TestCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
@@ -85,15 +86,13 @@ def test_a_hundred_kills_leave_the_bytes_of_a_local_dump(cluster: TestCluster, p
                 running = [job.id for job in queue if job.state == "RUNNING"]
                 time.sleep(generator.uniform(0.1, 2.0))
                 if running and kills < KILLS:
-                    job = generator.choice(running)
-                    killed = cluster.run(["scancel", "--signal=KILL", "--full", job], check=False)
-                    kills += killed.returncode == 0
+                    kills += bool(power_loss.kill_job(cluster, generator.choice(running)))
         assert made(place, name) == expected, f"after {kills} kills"
     print(f"{kills} kills in {folders} folders")
 
 
 def submit(cluster: TestCluster, config: Path, place: Path) -> None:
-    """Submit once the processes of killed jobs have ended, which Slurm no longer counts."""
+    """Submit once the processes of killed jobs have ended."""
 
     def submitted() -> bool:
         words: list[str | Path] = [sys.executable, "-m", "relayrun", "dumps", "submit", config]
