@@ -638,7 +638,7 @@ SECTIONS: dict[str, list[Row]] = {
 
 
 COMMANDS = {
-    "curation_slurm_faults": "curation_slurm.py --megabytes 16 --faults",
+    "curation_slurm_faults": "curation_slurm.py --megabytes 8 --faults",
     "many_nodes": "_many_nodes.py",
     "kills_often": "kills.py --ranks-per-node 1 --kill-every 12",
     "kills_cost": "kills.py --turns 3 --minutes 3 --spares 0",

@@ -2,7 +2,7 @@
 """The work of curation.py as jobs of a Slurm of this machine: datatrove's SlurmPipelineExecutor beside ours.
 
     python benchmarks/curation_slurm.py                           40 MB of text
-    python benchmarks/curation_slurm.py --megabytes 16 --faults   what is done again after kills
+    python benchmarks/curation_slurm.py --megabytes 8 --faults   what is done again after kills
 
 Two nodes with a processor each; the same files, tasks and number of jobs: FineWeb's filters with tokenization, four
 tasks of a job each; MinHash, two jobs a stage. Compared is the CPU time of all jobs. That of the commands that submit
@@ -148,8 +148,8 @@ class Side:
         def is_over() -> bool:
             words = ["squeue", "--noheader", "--array", "--format=%i %r"]
             lines = [line.split() for line in self.cluster.run(words).stdout.splitlines()]
-            stuck[:] = [job for job, reason in lines if NEVER in reason]
-            return len(stuck) == len(lines)
+            stuck[:] = [job for job, reason in lines if "Dependency" in reason]  # also on one that never starts
+            return not lines or (len(stuck) == len(lines) and any(NEVER in reason for _, reason in lines))
 
         self.cluster.wait_until(is_over, interval=0.3)
         if stuck:

@@ -76,19 +76,26 @@ def test_a_hundred_kills_leave_the_bytes_of_a_local_dump(cluster: TestCluster, p
     submit_dumps(load_tokenization_config(make_config(place, "local", executor="local")))
     expected = made(place, "local")
     assert len(expected) == 3 * 2 * DUMPS
-    generator, kills, folders = random.Random(48), 0, 0
-    while kills < KILLS:
+    generator, killed, folders = random.Random(48), list[str](), 0
+
+    def kill_one() -> bool:
+        """Kill a job after a moment; True if the queue is empty."""
+        queue = cluster.queue()
+        running = [job.id for job in queue if job.state == "RUNNING"]
+        time.sleep(generator.uniform(0.1, 2.0))
+        job = generator.choice(running or [""])
+        if job and len(killed) < KILLS and power_loss.kill_job(cluster, job):
+            killed.append(job)
+        return not queue
+
+    while len(killed) < KILLS:
         name, folders = f"killed{folders}", folders + 1
         config, metadata = make_config(place, name), DumpsFolder(place / f"meta-{name}")
         while metadata.pending():
             submit(cluster, config, place)
-            while queue := cluster.queue():
-                running = [job.id for job in queue if job.state == "RUNNING"]
-                time.sleep(generator.uniform(0.1, 2.0))
-                if running and kills < KILLS:
-                    kills += bool(power_loss.kill_job(cluster, generator.choice(running)))
-        assert made(place, name) == expected, f"after {kills} kills"
-    print(f"{kills} kills in {folders} folders")
+            cluster.wait_until(kill_one, interval=0)
+        assert made(place, name) == expected, f"after {len(killed)} kills"
+    print(f"{len(killed)} kills in {folders} folders")
 
 
 def submit(cluster: TestCluster, config: Path, place: Path) -> None:
