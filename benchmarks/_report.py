@@ -607,8 +607,8 @@ SECTIONS: dict[str, list[Row]] = {
                 ("commands after a killed job", "task_killed", "commands_again"),
                 ("the same of MinHash", "task_killed_minhash", "commands_again"),
                 ("its jobs that stay in the queue", "task_killed_minhash", "jobs_that_never_start"),
-                ("CPU seconds again after a killed job", "task_killed", "cpu_s_again"),
-                ("the same of MinHash", "task_killed_minhash", "cpu_s_again"),
+                ("CPU seconds of the jobs of that command", "task_killed", "cpu_s_again"),
+                ("the same of MinHash, with its other stages", "task_killed_minhash", "cpu_s_again"),
                 ("a finished file that is cut is made again (1: yes)", "file_cut", "made_again"),
             )
             for side in ("datatrove", "relayrun")
