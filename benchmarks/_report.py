@@ -578,6 +578,42 @@ SECTIONS: dict[str, list[Row]] = {
         Row("CPU time of datatrove's MinHash over ours, same documents", "minhash_over_datatrove", ".2f", least=1),
         Row("memory of all processes of it, over datatrove's", "minhash_memory_of_datatroves", ".2f", most=1),
     ],
+    "curation_slurm": [
+        Row("MB of text", "text_mb", ".0f"),
+        Row(
+            "CPU time of the jobs of datatrove's Slurm executor with FineWeb's filters and tokenization over ours",
+            "filters_over_datatrove",
+            ".2f",
+            least=1,
+        ),
+        Row("the same of MinHash, same documents", "minhash_over_datatrove", ".2f", least=1),
+        *(
+            Row(f"CPU seconds of the commands that submit, {work}, {side}", f"commands_cpu_s.{work}.{side}", ".1f")
+            for work in ("filters", "minhash")
+            for side in ("datatrove", "relayrun")
+        ),
+        *(
+            Row(f"seconds from submission to end, {work}, {side}", f"seconds_to_the_end.{work}.{side}", ".0f")
+            for work in ("filters", "minhash")
+            for side in ("datatrove", "relayrun")
+        ),
+    ],
+    "curation_slurm_faults": [
+        *(
+            Row(f"{words}, {side}", f"{fault}.{side}.{place}", ".0f")
+            for words, fault, place in (
+                ("commands after a lost node", "node_lost", "commands_again"),
+                ("the same of MinHash", "node_lost_minhash", "commands_again"),
+                ("commands after a killed job", "task_killed", "commands_again"),
+                ("the same of MinHash", "task_killed_minhash", "commands_again"),
+                ("its jobs that stay in the queue", "task_killed_minhash", "jobs_that_never_start"),
+                ("CPU seconds of the jobs of that command", "task_killed", "cpu_s_again"),
+                ("the same of MinHash, with its other stages", "task_killed_minhash", "cpu_s_again"),
+                ("a finished file that is cut is made again (1: yes)", "file_cut", "made_again"),
+            )
+            for side in ("datatrove", "relayrun")
+        ),
+    ],
     "small_files": [
         *(
             Row(f"CPU time of datatrove over ours: 20,000 files of 4 kB, {way}", f"{way}.cpu_speed_up", ".1f", least=10)
@@ -602,6 +638,7 @@ SECTIONS: dict[str, list[Row]] = {
 
 
 COMMANDS = {
+    "curation_slurm_faults": "curation_slurm.py --megabytes 8 --faults",
     "many_nodes": "_many_nodes.py",
     "kills_often": "kills.py --ranks-per-node 1 --kill-every 12",
     "kills_cost": "kills.py --turns 3 --minutes 3 --spares 0",

@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
 """The work of curation.py as jobs of a Slurm of this machine: datatrove's SlurmPipelineExecutor beside ours.
 
-    python benchmarks/curation_slurm.py                 40 MB of text, and what is done again after kills
-    python benchmarks/curation_slurm.py --megabytes 8   to try it
-    python benchmarks/curation_slurm.py --megabytes 200 --minhash
-                                                        MinHash alone, where the start of a job counts for less
+    python benchmarks/curation_slurm.py                           40 MB of text
+    python benchmarks/curation_slurm.py --megabytes 8 --faults   what is done again after kills
 
 Two nodes with a processor each; the same files, tasks and number of jobs: FineWeb's filters with tokenization, four
 tasks of a job each; MinHash, two jobs a stage. Compared is the CPU time of all jobs. That of the commands that submit
 them, and the seconds from the submission to the end, are shown: Slurm starts jobs when it likes.
 
-Each then loses a node (all its processes, as by a power loss) and has a job killed (SIGKILL): one of the last two with
-filters, or one of MinHash's signatures; and one file of a finished MinHash is cut in half. What a side does without a
-command is noted, then the same command is given again.
+With `--faults` each loses a node (all its processes, as by a power loss) and has a job killed (SIGKILL): one of the
+last two with filters, or one of MinHash's signatures; and one file of a finished MinHash is cut in half. What a side
+does without a command is noted, then the same command is given again.
 """
 
 from __future__ import annotations
@@ -150,8 +148,8 @@ class Side:
         def is_over() -> bool:
             words = ["squeue", "--noheader", "--array", "--format=%i %r"]
             lines = [line.split() for line in self.cluster.run(words).stdout.splitlines()]
-            stuck[:] = [job for job, reason in lines if NEVER in reason]
-            return len(stuck) == len(lines)
+            stuck[:] = [job for job, reason in lines if "Dependency" in reason]  # also on one that never starts
+            return not lines or (len(stuck) == len(lines) and any(NEVER in reason for _, reason in lines))
 
         self.cluster.wait_until(is_over, interval=0.3)
         if stuck:
@@ -188,9 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=40, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--minhash", action="store_true", help="MinHash alone, and no faults")
+    parser.add_argument("--faults", action="store_true", help="write curation_slurm_faults.json")
     options = parser.parse_args()
-    works = ("minhash",) if options.minhash else ("filters", "minhash")
+    works = ("filters", "minhash")
     place = curation.FOLDER / f"{options.megabytes}-mb"
     curation.make_text(place / "text", options.megabytes)
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets lie below it
@@ -198,13 +196,11 @@ def main() -> None:
     try:
         cluster.up()
         rounds = [{work: both(cluster, place, work) for work in works} for _ in range(options.rounds)]
-        after: dict[str, dict[str, Figures]] = {}
-        if not options.minhash:
-            after = faults(cluster, place)
+        after = faults(cluster, place) if options.faults else {}
     finally:
         cluster.down()
         shutil.rmtree(folder)
-    figures = {
+    figures: dict[str, Any] = {
         "text_mb": options.megabytes,
         "jobs_at_a_time": WORKERS,
         "same_bytes_as_datatrove": True,
@@ -213,10 +209,11 @@ def main() -> None:
         **{f"{work}_over_datatrove": spread([ratio(each[work]) for each in rounds]) for work in works},
         "commands_cpu_s": {work: {s: rounds[-1][work][s]["commands_cpu_s"] for s in SIDES} for work in rounds[-1]},
         "seconds_to_the_end": {work: {s: rounds[-1][work][s]["wall_s"] for s in SIDES} for work in rounds[-1]},
-        "after_a_fault": after,
         "rounds": rounds,
     }
-    write("curation_slurm_minhash" if options.minhash else "curation_slurm", figures)
+    if options.faults:
+        figures = {"text_mb": options.megabytes, "jobs_at_a_time": WORKERS, **after}
+    write("curation_slurm_faults" if options.faults else "curation_slurm", figures)
     print(json.dumps(figures, indent=1))
 
 
@@ -265,7 +262,7 @@ def lose_node(cluster: TestCluster, job: str) -> Callable[[], None]:
 
 
 def kill_task(cluster: TestCluster, job: str) -> Callable[[], None]:
-    cluster.run(["scancel", "--signal=KILL", "--full", job])
+    power_loss.kill_job(cluster, job)
     return lambda: None
 
 
@@ -279,7 +276,7 @@ def lose(cluster: TestCluster, place: Path, name: str, work: str, fault: Fault) 
     side.submit()
     wanted = ("", 2) if work == "filters" else (stage, 0)
     job = cluster.wait_until(lambda: running(cluster, *wanted), what="a job runs") or ""
-    time.sleep(4)
+    time.sleep(3)
     mend = fault(cluster, job)
     done = side.done(stage)
     mend()

@@ -1,4 +1,8 @@
-"""A node of a test cluster is lost as by a power loss: all its processes at once, slurmd, step daemons and jobs."""
+"""A node of a test cluster is lost as by a power loss: all its processes at once, slurmd, step daemons and jobs.
+
+A job is killed by its processes, too: `scancel` sends SIGTERM first, at which the batch shell ends, and what takes no
+notice of it, such as submitit, goes on without its job where Slurm tracks processes by their parents.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,21 @@ def lose(cluster: TestCluster, node: str, *, silent: bool = False) -> set[int]:
         for pid in sorted(stopped, key=lambda pid: (_command(Path(f"/proc/{pid}")) != "srun", -pid)):
             _kill(pid, signal.SIGKILL)
     return stopped
+
+
+def kill_job(cluster: TestCluster, job_id: str) -> set[int]:
+    """SIGKILL for all processes of a job, its batch shell as well; return them."""
+    marks = {f"SLURM_CONF={cluster.conf}".encode(), f"SLURM_JOB_ID={cluster.job(job_id)['JobId']}".encode()}
+    found: set[int] = set()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if marks <= set(Path("/proc", name, "environ").read_bytes().split(b"\0")):
+                found.add(int(name))
+        except OSError:  # it has gone
+            continue
+    for pid in found:
+        _kill(pid, signal.SIGKILL)
+    return found
 
 
 def bring_back(processes: set[int]) -> None:

@@ -16,6 +16,7 @@ from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from tests.tokens.test_dedup import PARAGRAPHS, documents, parts
 
+from . import power_loss
 from .cluster import TestCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
@@ -70,9 +71,12 @@ def kept(folder: Path) -> dict[str, bytes]:
 def cancel_arrays(cluster: TestCluster, moment: float) -> set[str]:
     """Kill and cancel all arrays after so many seconds; return them."""
     time.sleep(moment)
-    arrays = {job.id.partition("_")[0] for job in cluster.queue()}
+    queue = cluster.queue()
+    arrays = {job.id.partition("_")[0] for job in queue}
     if arrays:
-        cluster.run(["scancel", "--signal=KILL", "--full", *arrays], check=False)
+        for job in queue:
+            if job.state == "RUNNING":
+                power_loss.kill_job(cluster, job.id)
         cluster.run(["scancel", *arrays], check=False)
     return arrays
 

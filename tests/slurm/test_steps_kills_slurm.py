@@ -16,6 +16,7 @@ from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from tests.tokenization_corpus import train_tokenizer
 
+from . import power_loss
 from .cluster import TestCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
@@ -75,25 +76,30 @@ def test_a_hundred_kills_leave_the_bytes_of_a_local_dump(cluster: TestCluster, p
     submit_dumps(load_tokenization_config(make_config(place, "local", executor="local")))
     expected = made(place, "local")
     assert len(expected) == 3 * 2 * DUMPS
-    generator, kills, folders = random.Random(48), 0, 0
-    while kills < KILLS:
+    generator, killed, folders = random.Random(48), list[str](), 0
+
+    def kill_one() -> bool:
+        """Kill a job after a moment; True if the queue is empty."""
+        queue = cluster.queue()
+        running = [job.id for job in queue if job.state == "RUNNING"]
+        time.sleep(generator.uniform(0.1, 2.0))
+        job = generator.choice(running or [""])
+        if job and len(killed) < KILLS and power_loss.kill_job(cluster, job):
+            killed.append(job)
+        return not queue
+
+    while len(killed) < KILLS:
         name, folders = f"killed{folders}", folders + 1
         config, metadata = make_config(place, name), DumpsFolder(place / f"meta-{name}")
         while metadata.pending():
             submit(cluster, config, place)
-            while queue := cluster.queue():
-                running = [job.id for job in queue if job.state == "RUNNING"]
-                time.sleep(generator.uniform(0.1, 2.0))
-                if running and kills < KILLS:
-                    job = generator.choice(running)
-                    killed = cluster.run(["scancel", "--signal=KILL", "--full", job], check=False)
-                    kills += killed.returncode == 0
-        assert made(place, name) == expected, f"after {kills} kills"
-    print(f"{kills} kills in {folders} folders")
+            cluster.wait_until(kill_one, interval=0)
+        assert made(place, name) == expected, f"after {len(killed)} kills"
+    print(f"{len(killed)} kills in {folders} folders")
 
 
 def submit(cluster: TestCluster, config: Path, place: Path) -> None:
-    """Submit once the processes of killed jobs have ended, which Slurm no longer counts."""
+    """Submit once the processes of killed jobs have ended."""
 
     def submitted() -> bool:
         words: list[str | Path] = [sys.executable, "-m", "relayrun", "dumps", "submit", config]
