@@ -24,6 +24,7 @@ from relayrun.control.chain.budget import budget_end
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
+from relayrun.control.rundir.plan import cost_words
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, user_name
 from relayrun.submit import submission
@@ -224,6 +225,8 @@ def print_campaign(entries: Sequence[MemberStatus]) -> None:
         values = [yaml_file.value_in_line(own[each]) if each in own else "" for each in differing]
         why = "" if entry.state == "done" else entry.words
         hours = format_optional(entry.node_hours, ".2f")
+        if entry.node_hours and isinstance(entry.status, RunStatus):
+            hours += cost_words(entry.node_hours, entry.status)
         rows.append([name, *values, *[condition] * len(begins), *cells[::2], hours, why])
     print_rows(columns, rows)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.chain.budget import SECONDS_PER_HOUR, budget_end
-from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.plan import Plan, cost_words
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.submit.forecast import Forecast
@@ -46,8 +46,7 @@ class ChainCost:
         return f"{most}; needed: {'not known' if self.likely is None else f'about {self._amount(self.likely)}'}"
 
     def _amount(self, node_hours: float) -> str:
-        price, currency = self.config.cluster.cost_per_node_hour, self.config.cluster.currency
-        return f"{node_hours:,.2f}" + (f" ({node_hours * price:,.2f} {currency}".rstrip() + ")" if price else "")
+        return f"{node_hours:,.2f}{cost_words(node_hours, self.config.cluster)}"
 
 
 def chain_cost(config: CommonConfig, plan: Plan, run: Run, future: Forecast | None, *, now: float) -> ChainCost:

@@ -470,6 +470,12 @@ def test_the_budget_and_what_the_run_needs_of_it(
     ]
     words = "2.00 of chain.max_node_hours 10 are used; 8.00 node hours are left, and the run needs about 4.00"
     assert line.split(maxsplit=1)[1] == words
+    priced = plan_with(plan, cost_per_node_hour=3.0, currency="CHF")
+    shown = run_status_text.run_status_table(
+        run_status.read_run_status(run, QueueStatus(), now=now, plan=priced), now=now
+    )
+    assert "8.00 node hours are left (24.00 CHF), and the run needs about 4.00 (12.00 CHF)" in shown
+    assert " node hours (12.00 CHF), at the pace of one attempt" in shown
     running = run_status.read_run_status(run, RUNNING, now=now, plan=plan)
     assert "; over at " in run_status_text.run_status_table(running, now=now)
     assert main_json(running)["budget"]["time"] == pytest.approx(now + 4 * 3600)

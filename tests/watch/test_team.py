@@ -93,6 +93,22 @@ def test_it_says_who_runs_what_and_what_is_blocked_and_why(
     assert sorted(sums) == sorted([[me, "1", "1", "0", "12.0"], [other, "0", "0", "1", "12.0"]])
 
 
+def test_node_hours_have_their_price(projects: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of one user may have prices of two sites."""
+    for name, currency in (("trains", "CHF"), ("waits", "EUR")):
+        run = Run(projects[0] / f"logs/runs/models/{name}")
+        plan_with(Plan.load(run), cost_per_node_hour=3.0, currency=currency).write(run.plan)
+    assert main(["status", *map(str, projects)]) == 0
+    shown = capsys.readouterr().out
+    assert "8.0 (24.00 CHF)" in shown
+    assert "12.0 (24.00 CHF, 12.00 EUR)" in shown
+    assert main(["goodput", str(run.path)]) == 0
+    assert " node h allocated (12.00 EUR), goodput" in capsys.readouterr().out
+    assert main(["goodput", str(run.path), "--json"]) == 0
+    account = json.loads(capsys.readouterr().out)
+    assert (account["cost"], account["currency"]) == (pytest.approx(12, abs=0.1), "EUR")
+
+
 def test_a_project_with_one_run_is_no_run_and_a_run_is_no_project(
     projects: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def _show_team(options: argparse.Namespace, *, now: float) -> int:
     runs = find_runs.find_runs_of(options.names, now=now)
     found = team.read_team_runs(runs, now=now)
     if options.json:
-        print(json_text([{"user": user, "week_node_hours": hours, **asdict(each)} for user, hours, each in found]))
+        print(json_text([{"user": user, "week_node_hours": hours, **asdict(each)} for user, hours, each, _ in found]))
     else:
         team.print_team(found)
     _print_lines(_stuck_stages(runs), options)

@@ -240,3 +240,10 @@ def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
         hint = "update that relayrun, or use the one that submitted the run last"
         raise RunDirError(f"this run directory has format {number}; {known}", where=run.plan, hint=hint)
     return entry, number
+
+
+def cost_words(node_hours: float, prices: Any) -> str:
+    """Return the cost of node hours in brackets, behind a space; empty without a price. `prices`: a plan, a site, or
+    another object with `cost_per_node_hour` and `currency`."""
+    price = prices.cost_per_node_hour
+    return f" ({node_hours * price:,.2f} {prices.currency}".rstrip() + ")" if price else ""

@@ -101,7 +101,7 @@ class NodeTimeAccount:
     """Node time of a run. Parts are microseconds of all nodes."""
 
     run: Run
-    name: str
+    plan: Plan
     allocations: Sequence[AllocationAccount]
     parts: dict[str, int]
     """By name, in the order of `ledger.PARTS`, including parts that are 0."""
@@ -183,7 +183,7 @@ def account_for_run(
         )
     return NodeTimeAccount(
         run=run,
-        name=facts.plan.run,
+        plan=facts.plan,
         allocations=found,
         parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
         work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),

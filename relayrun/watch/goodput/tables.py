@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from relayrun.control.rundir.plan import cost_words
 from relayrun.terminal import print_rows
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount, NodeTimeAccount
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
@@ -31,8 +32,9 @@ def account_summary(account: NodeTimeAccount) -> str:
     """Return the main figures of a run in a few lines."""
     shown = [name for name in WAIT_KINDS if account.waited[name] or name == WAIT_KINDS[0]]
     waits = [f"{name} {format_duration(account.waited[name])}" for name in shown]
+    cost = cost_words(account.node_hours, account.plan)
     lines = [
-        f"{account.name}: {format_node_time(account.allocated)} allocated, goodput {account.goodput:.1%}",
+        f"{account.plan.run}: {format_node_time(account.allocated)} allocated{cost}, goodput {account.goodput:.1%}",
         f"effective training time {account.effective_training_time:.1%} of {format_duration(account.elapsed)} "
         f"since the first submission; without nodes: {', '.join(waits)}",
     ]
@@ -140,9 +142,11 @@ def format_share(amount: int, total: int) -> str:
 def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
     """Return the account as plain values: node seconds, seconds, and shares between 0 and 1."""
     return {
-        "run": account.name,
+        "run": account.plan.run,
         "path": str(account.run.path),
         "allocated_node_seconds": account.allocated / MICROSECONDS_PER_SECOND,
+        "cost": account.node_hours * account.plan.cost_per_node_hour if account.plan.cost_per_node_hour else None,
+        "currency": account.plan.currency,
         "elapsed_seconds": account.elapsed / MICROSECONDS_PER_SECOND,
         "goodput": account.goodput,
         "effective_training_time": account.effective_training_time,

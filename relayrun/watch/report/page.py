@@ -16,6 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import relayrun
+from relayrun.control.rundir.plan import cost_words
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.files import text_of
 from relayrun.terminal import parse_column_header
@@ -117,7 +118,7 @@ def _facts(page: RunReportData) -> list[tuple[str, str, str]]:
         ("saved", f"{durable:,}"),
         ("goodput", f"{account.goodput:.1%}"),
         ("effective training time", f"{account.effective_training_time:.1%}"),
-        ("allocated", format_node_time(account.allocated)),
+        ("allocated", format_node_time(account.allocated) + cost_words(account.node_hours, page.plan)),
         ("since the first submission", format_duration(account.elapsed)),
         ("tokens a node hour", format_optional(account.tokens_per_node_hour, ",.0f")),
         ("MFU, all allocated time", format_optional(account.mfu, ".1%")),

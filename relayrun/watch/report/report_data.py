@@ -89,7 +89,7 @@ class RunReportData:
 
     @property
     def name(self) -> str:
-        return self.account.name
+        return self.account.plan.run
 
     @property
     def attempts(self) -> list[AttemptRow]:

@@ -108,6 +108,8 @@ class RunStatus(RunSummary):
     """Excluded nodes that the newest attempt uses because there are too few others."""
     triggers: list[Trigger]
     """Touched triggers that no job has obeyed yet."""
+    cost_per_node_hour: float | None = None
+    currency: str = ""
     unsent_notices: int = 0
     """Number of overdue notices."""
     unsent_reason: str = ""
@@ -163,6 +165,8 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         **vars(records.summary(cache)),
         mode=plan.chain.mode,
         auto_requeue=plan.chain.auto_requeue,
+        cost_per_node_hour=plan.cost_per_node_hour,
+        currency=plan.currency,
         jobs=queue.jobs,
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from relayrun.control.rundir.plan import cost_words
 from relayrun.control.scheduler.base import Job
 from relayrun.terminal import format_table, terminal_width
 from relayrun.watch.status.run_status import RunStatus
@@ -177,7 +178,8 @@ def _remaining(status: RunStatus) -> str:
     if left is None or not left.iterations:
         return ""
     pace = f"the last {left.attempts} attempts" if left.attempts > 1 else "one attempt"
-    text = f"{format_seconds(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours, at the pace of {pace}"
+    text = f"{format_seconds(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours"
+    text += f"{cost_words(left.node_hours, status)}, at the pace of {pace}"
     if left.earliest_end is not None:
         text += f"; done at {format_time(left.earliest_end)} if no job waits"
     if left.queue_seconds is not None:
@@ -189,9 +191,9 @@ def _budget(status: RunStatus) -> str:
     end, left = status.budget, status.remaining
     text = end.words
     if math.isfinite(end.left):
-        text += f"; {end.left:,.2f} node hours are left"
+        text += f"; {end.left:,.2f} node hours are left{cost_words(end.left, status)}"
         if left is not None and left.iterations:
-            text += f", and the run needs about {left.node_hours:,.2f}"
+            text += f", and the run needs about {left.node_hours:,.2f}{cost_words(left.node_hours, status)}"
     if status.state == "running" and end.setting:
         text += f"; over at {format_time(end.time)}"
     return text
