@@ -224,6 +224,8 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "loader": [
         Row("million tokens per CPU second of the loader", "relayrun.million_tokens_per_cpu_second", ".1f"),
+        Row("the same without threads of its own", "relayrun_alone.million_tokens_per_cpu_second", ".1f"),
+        Row("that over a loop that reads, encodes and cuts", "ratio.bare.million_tokens_per_cpu_second", ".2f"),
         *(
             row
             for way, name in (

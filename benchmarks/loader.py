@@ -7,7 +7,8 @@ Each way reads the same parquet files of made-up documents of 14 kB on average, 
 with the same engine for the same tokenizer, and gives batches of 8 rows of 4,096 tokens: `relayrun.loader`; torchdata's
 StatefulDataLoader over a stream of Hugging Face datasets, whose documents are joined and cut as its example `run_clm`
 does (its state leaves out the documents in the shuffle's buffer); Grain, whose documents are joined and cut by
-ConcatThenSplitIterDataset. Rows are shuffled among 1,000, by `relayrun.loader` among 2,048, its least of 8 lanes;
+ConcatThenSplitIterDataset. `relayrun_alone` has no threads, as torchdata has none here; Grain has threads, as
+`relayrun`. Rows are shuffled among 1,000, by `relayrun.loader` among 2,048, its least of 8 lanes;
 `relayrun_default` is the same with `shuffle_buffer` at its default of 10,000, here all rows. `bare` is a loop that
 reads the files, encodes and cuts, without shuffle, state or reading ahead: what any of them can reach at most.
 
@@ -55,6 +56,7 @@ from relayrun.tokens.shards.shard import ShardWriter
 LENGTH, BATCH, WORDS = 4096, 8, 30_000
 NEEDS = {
     "relayrun": (),
+    "relayrun_alone": (),
     "relayrun_default": (),
     "torchdata": ("torchdata", "datasets"),
     "grain": ("grain",),
@@ -65,6 +67,8 @@ NEEDS = {
 }
 SHARDS, ROWS = ("relayrun_shards", "gptdataset"), "mosaicml"
 """Ways that read token shards, and the one that reads rows of tokens."""
+OWN = dict.fromkeys((*SHARDS, ROWS), "relayrun_shards") | dict.fromkeys(("torchdata", "bare"), "relayrun_alone")
+"""The way of ours that another is compared with; of those that are not here, `relayrun`."""
 END = 50256
 """The id behind a document: that of GPT-2's tokenizer."""
 
@@ -127,13 +131,13 @@ def encoders(tokenizer: str) -> tuple[Callable[[list[str] | pa.Array], Any], Cal
 
 
 def relayrun(
-    folder: str, tokenizer: str, state: Any, stream: dict[str, int] | None = None
+    folder: str, tokenizer: str, state: Any, stream: dict[str, int] | None = None, *, read_ahead: bool = True
 ) -> tuple[Iterator[Any], Callable[[], Any]]:
     from relayrun.loader import Loader
 
     source = {"source": "parquet", "path": folder, "weight": 1.0, "stream": stream or {}}
     data = {"tokenizer": tokenizer, "mixture": {"web": source}, "lanes": 8}
-    loader = Loader(data, seq_length=LENGTH, batch_size=BATCH)
+    loader = Loader(data, seq_length=LENGTH, batch_size=BATCH, read_ahead=read_ahead)
     if state is not None:
         loader.load_state_dict(state)
     return (batch["input_ids"] for batch in loader), loader.state_dict
@@ -246,6 +250,7 @@ def measure(way: str, folder: str, tokenizer: str, seconds: float, kept: Path) -
     state = pickle.loads(kept.read_bytes()) if kept.exists() else None
     make: Any = {
         "relayrun": partial(relayrun, stream={"shuffle_buffer": 1000}),
+        "relayrun_alone": partial(relayrun, stream={"shuffle_buffer": 1000}, read_ahead=False),
         "relayrun_default": relayrun,
         "torchdata": torchdata,
         "grain": grain,
@@ -342,7 +347,7 @@ def main() -> None:
                 for name, values in found[way].items()
             }
             for way in ways
-            if (own := "relayrun_shards" if way in (*SHARDS, ROWS) else "relayrun") != way and own in ways
+            if (own := OWN.get(way, "relayrun")) != way and own in ways
         },
     }
     print(json.dumps(figures, indent=1) if options.quick else _results.write("loader", figures))

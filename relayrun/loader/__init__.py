@@ -53,7 +53,8 @@ class Loader(Iterator[dict[str, Any]]):
     `data`: the settings of `data` in a run config, with paths from the working directory, or a run config to take them
     from. `seq_length`: of inputs, in tokens. `batch_size`: samples of a global batch, a multiple of `world_size`.
     `rank`, `world_size`: of the data-parallel ranks. `gather`: returns a list of its argument on every rank, such as a
-    call of `torch.distributed.all_gather_object`; only for `state_dict` of text on several ranks.
+    call of `torch.distributed.all_gather_object`; only for `state_dict` of text on several ranks. `read_ahead`: False:
+    without threads, for a worker of a DataLoader or a program that reads ahead itself.
 
     Raises ConfigError and InputError for settings, shards and tokenizers that a submit refuses.
     """
@@ -68,6 +69,7 @@ class Loader(Iterator[dict[str, Any]]):
         world_size: int = 1,
         seed: int = 1234,
         gather: Callable[[Any], list[Any]] | None = None,
+        read_ahead: bool = True,
     ) -> None:
         from relayrun.submit.check.data import build_manifest
         from relayrun.tokens.mixture.build_datasets import training_order
@@ -78,9 +80,12 @@ class Loader(Iterator[dict[str, Any]]):
             raise ConfigError(wrong, hint="a batch is a multiple of world_size, and rank counts from 0")
         self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
         config = self._config = _config(data, seq_length=seq_length, batch_size=batch_size, seed=seed)
-        self._sizes, self._gather = config.training.batch_sizes, gather
+        self._sizes, self._gather, self._read_ahead = config.training.batch_sizes, gather, read_ahead
         self._manifest = build_manifest(config)
         self._order = training_order(config, self._manifest)
+        streams: dict[str, Any] = {} if read_ahead else {**self._order.streams}
+        for stream in streams.values():
+            stream.blocks.depth = 0
         if (lanes := self._order.lanes) is not None and lanes % world_size:
             wrong = f"the {lanes} lanes of text cannot be divided among {world_size} ranks"
             raise ConfigError(wrong, hint=f"take a number of ranks that divides data.lanes = {lanes}")
@@ -209,7 +214,7 @@ class Loader(Iterator[dict[str, Any]]):
         self.close()
 
     def _open(self) -> BatchReader:
-        from relayrun.tokens.order.batches import BatchReader
+        from relayrun.tokens.order.batches import PREFETCHED_ITERATIONS, BatchReader
 
         if self._order.lanes is not None:
             self._lanes = self._order.lane_reader(self._consumed, self.rank, self.world_size)
@@ -222,6 +227,7 @@ class Loader(Iterator[dict[str, Any]]):
             consumed_samples=self._consumed,
             vocabulary_size=self._manifest.vocabulary_size,
             convert=self._as_dict,
+            depth=PREFETCHED_ITERATIONS if self._read_ahead else 0,
         )
 
     def _as_dict(self, rows: RowBatch) -> dict[str, Any]:

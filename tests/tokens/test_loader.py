@@ -148,6 +148,21 @@ def test_a_state_goes_on_exactly_on_any_number_of_ranks(tmp_path: Path, source: 
         ranks.close()
 
 
+@pytest.mark.parametrize("source", [shards, text])
+def test_without_reading_ahead_it_starts_no_thread_and_gives_the_same(tmp_path: Path, source: Any) -> None:
+    workspace = Workspace.make(tmp_path)
+    data = shards(workspace, web=3, code=1) if source is shards else text(workspace)
+    ahead, alone, threads = Ranks(data, 2), Ranks(data, 2, read_ahead=False), threading.active_count()
+    found = [alone.batch() for _ in range(9)]
+    state = alone.state()
+    assert threading.active_count() == threads
+    alone.load(state)
+    found += [alone.batch() for _ in range(5)]
+    assert threading.active_count() == threads
+    assert found == [ahead.batch() for _ in range(14)]
+    ahead.close()
+
+
 def test_a_resume_in_a_process_does_not_prove_its_engine_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof was a third of the time to the first batch of a new loader."""
     found: list[str] = []

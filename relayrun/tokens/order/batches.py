@@ -69,8 +69,10 @@ class BatchReader(Iterator[Batch]):
         consumed_samples: int,
         vocabulary_size: int | None = None,
         convert: Callable[[RowBatch], Any] = lambda rows: rows,
+        depth: int = PREFETCHED_ITERATIONS,
     ) -> None:
-        """`vocabulary_size`: exclusive upper bound of token ids; None: unknown. The thread calls `convert`."""
+        """`vocabulary_size`: exclusive upper bound of token ids; None: unknown. The thread, which reads `depth`
+        iterations ahead, calls `convert`; 0: no thread, and `next` reads."""
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
@@ -88,7 +90,7 @@ class BatchReader(Iterator[Batch]):
         self._batch_sizes = batch_sizes
         self._vocabulary_size, self._convert = vocabulary_size, convert
         self._closed = False
-        self._ahead = Prefetcher(self._batches(consumed_samples), PREFETCHED_ITERATIONS, name=f"batches-{order.name}")
+        self._ahead = Prefetcher(self._batches(consumed_samples), depth, name=f"batches-{order.name}")
 
     def __next__(self) -> Batch:
         if self._closed:

@@ -94,6 +94,8 @@ class RowBlocks:
         self.rows = self.lanes_per_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
         """Rows of a block."""
         self._order = order
+        self.depth = stream.nb_prefetch
+        """Blocks that a thread reads ahead; 0: no thread."""
         self.reader = reader
         self._stream = stream
         self._name, self._seed = name, seed
@@ -101,7 +103,7 @@ class RowBlocks:
     def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
         """Return the reader of a group's blocks, whose thread is not started yet."""
         items, name = self.read(group, position), f"{self._name}-{group}"
-        return Prefetcher(items, self._stream.nb_prefetch, name=name, starts=False)
+        return Prefetcher(items, self.depth, name=name, starts=False)
 
     def read(self, group: int, position: BlockStart) -> Iterator[RowBlock]:
         """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
