@@ -26,7 +26,7 @@ from relayrun.config.sections.data import DataSource, StreamSection
 from relayrun.config.sections.dataclass_section import Positive
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.prefetcher import Prefetcher
-from relayrun.tokens.readers.arrow_files import open_parquet
+from relayrun.tokens.readers.arrow_files import naming_row_group, open_parquet
 from relayrun.tokens.readers.texts import is_text, missing_column_error
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
@@ -281,8 +281,11 @@ def _read_table(
         if missing := [name for name in wanted if name not in known]:
             raise missing_column_error(path, missing[0], known, hint=None)
         groups = range(file.metadata.num_row_groups) if fragment.group is None else [fragment.group]
-        # one thread: this thread may be one of many
-        table = file.read_row_groups([*groups], wanted, use_threads=False).slice(0, fragment.rows)
+        tables = [file.read_row_groups([], wanted)]  # the schema, for a file without rows
+        for group in groups:
+            with naming_row_group(path, group):  # one thread: this thread may be one of many
+                tables.append(file.read_row_group(group, wanted, use_threads=False))
+        table = pa.concat_tables(tables).slice(0, fragment.rows)
     table = table.append_column("__index_in_fragment", pa.array(np.arange(len(table))))
     if condition is not None:
         kept_rows = table.filter(arrow_expression(condition, table.schema))
