@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -16,9 +17,9 @@ import pytest
 from relayrun.errors import InputError
 from relayrun.tokens.readers import inventory
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, submit_dumps, tokenize_dump
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
-from relayrun.tokens.tokenize.job_config import TokenizationSettings
+from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from tests.tokenization_corpus import dump_settings, train_tokenizer
 from tests.tokens.test_inventory import arrow, lines, prepared, write
 
@@ -285,3 +286,67 @@ def test_tabs_separate_the_columns_of_tsv(tmp_path: Path) -> None:
     assert prepared(data) == ["a.tsv", "b.TSV.gz"]
     found = [next(read_column(str(data / name), "text", batch_bytes=100)).to_pylist() for name in prepared(data)]
     assert found == [["one, two"], ["x"]]
+
+
+COUNTED = "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: %d\n---\n# Web\n"
+TWO = """---
+dataset_info:
+- config_name: en
+  splits: [{name: train, num_examples: 2}, {name: test, num_examples: 9}]
+- config_name: de
+  splits: [{name: train, num_examples: 2}]
+---
+"""
+
+
+def _counts(splits: dict[str, int]) -> dict[str, object]:
+    return {"splits": {name: {"name": name, "num_examples": number} for name, number in splits.items()}}
+
+
+@pytest.mark.parametrize(
+    ("files", "note", "content", "options", "found"),
+    [
+        (["data/train-0.jsonl", "data/train-1.jsonl"], "README.md", COUNTED % 2, {}, {"train": (2, 2)}),
+        (["data/train-0.jsonl"], "README.md", COUNTED % 2, {}, {"train": (1, 2)}),
+        (["data/train-0.jsonl"], "README.md", COUNTED % 2, {"filter_out": ["README"]}, {}),
+        (["web/train.jsonl", "web2/train.jsonl"], "web/README.md", COUNTED % 2, {}, {"train": (1, 2)}),
+        (["one.jsonl", "two.jsonl"], "dataset_info.json", _counts({"train": 3}), {}, {"train": (2, 3)}),
+        (["train.jsonl", "more.jsonl"], "dataset_info.json", _counts({"train": 1}), {}, {"train": (1, 1)}),
+        (["web/x-train-0.jsonl"], "web/dataset_info.json", _counts({"train": 2, "test": 1}), {},
+         {"train": (1, 2), "test": (None, 1)}),
+        (["a.jsonl", "b.jsonl"], "dataset_infos.json", {"default": _counts({"train": 3})}, {}, {"train": (2, 3)}),
+        (["a/train-0.jsonl", "b/train-0.jsonl", "b/train-1.jsonl"], "dataset_infos.json",
+         {"a": _counts({"train": 1}), "b": _counts({"train": 3})}, {}, {"a/train": (1, 1), "b/train": (2, 3)}),
+        (["train-0.jsonl", "train-1.jsonl"], "README.md", COUNTED % 2, {"filter_out": ["train-0"]},
+         {"train": (None, 2)}),
+        (["en/train-0.jsonl", "en/x/train/0.jsonl", "de/a/b.jsonl", "en/test.jsonl"], "README.md", TWO,
+         {"filter_out": ["test"]}, {"en/train": (2, 2), "en/test": (None, 9), "de/train": (1, 2)}),
+        (["a.jsonl"], "README.md", "---\ndataset_info: {splits: [{name: [], num_examples: x}]}\n---\n", {}, {}),
+        (["a.jsonl"], "dataset_infos.json", "[1, {", {}, {}),
+    ],
+)  # fmt: skip
+def test_the_rows_that_a_publisher_counted_are_compared(
+    tmp_path: Path,
+    files: list[str],
+    note: str,
+    content: str | dict[str, object],
+    options: dict[str, list[str]],
+    found: dict[str, tuple[int | None, int]],
+) -> None:
+    train_tokenizer(tmp_path / "tokenizer.json")
+    plain = content if isinstance(content, str) else json.dumps(content)
+    data = write(tmp_path / "data", numbered(*files) | {note: plain.encode()})
+    prepare_dumps(data, tmp_path / "meta", n_dumps=min(2, len(files)), **options)
+    settings = dump_settings(tmp_path, tmp_path / "tokenizer.json", tasks=1)
+    for index in prepare_submission(settings):
+        tokenize_dump(settings, index)
+    splits = lines(data)[note].get("splits", {})
+    assert {name: (split.get("rows"), split["expected_rows"]) for name, split in splits.items()} == found
+    assert all("not compared" in split["why"] for split in splits.values() if "rows" not in split)
+    wrong = {name: rows for name, rows in found.items() if None not in rows and rows[0] != rows[1]}
+    config = TokenizationConfig.model_validate(settings.model_dump() | {"executor": "local"})
+    with pytest.raises(InputError) if wrong else contextlib.nullcontext() as caught:
+        assert submit_dumps(config) == []
+    for name, (rows, expected) in wrong.items():
+        assert f"{note}: {rows} rows of {name} were tokenized, and {expected} are listed" in str(caught.value)
+    assert len(inventory.other_rows(tmp_path / "meta/inventory.jsonl")) == len(wrong)
