@@ -73,7 +73,7 @@ def row_group_starts(file: pq.ParquetFile) -> list[int]:
 def _look_at_rows(batch: pa.RecordBatch, text_column: str, faults: LineFaults) -> None:
     """Show `faults` the other columns of each row, if it wants them."""
     if faults.whole_rows:
-        others = batch.select([name for name in batch.schema.names if name != text_column])
+        others = batch.select([place for place, name in enumerate(batch.schema.names) if name != text_column])
         others.validate(full=True)
         for row in others.to_pylist() if others.num_columns else [{}] * len(batch):
             faults.look(row, {})

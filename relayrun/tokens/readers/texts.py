@@ -185,7 +185,7 @@ def _address(data: npt.NDArray[np.uint8]) -> int:
 def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     """Return the names that lead to the text column. Raises InputError that names `path`."""
     names = [column] if column in schema.names else column.split(".")
-    if names[0] not in schema.names:
+    if schema.names.count(names[0]) != 1:
         raise missing_column_error(path, column, schema.names)
     kind = schema.field(names[0]).type
     for name in names[1:]:
@@ -201,7 +201,11 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
 def missing_column_error(
     where: str, column: str, columns: Sequence[str], hint: str | None = "name the column of the text with --column"
 ) -> InputError:
-    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
+    """Return the error for a column that is not there once."""
+    words = f"no column {column!r}"
+    if doubled := columns.count(column):
+        words, hint = f"{doubled} columns are named {column!r}", "write the file again, and rename all but one"
+    return InputError(f"{words}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
 
 
 def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:

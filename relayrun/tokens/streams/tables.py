@@ -278,7 +278,8 @@ def _read_table(
         known = file.schema_arrow.names
         names = known if columns is None else [*columns.values()]
         wanted = list(dict.fromkeys([*names, *condition_columns(condition)]))
-        if missing := [name for name in wanted if name not in known]:
+        asked = wanted if columns is not None else condition_columns(condition)
+        if missing := [name for name in asked if known.count(name) != 1]:
             raise missing_column_error(path, missing[0], known, hint=None)
         groups = range(file.metadata.num_row_groups) if fragment.group is None else [fragment.group]
         tables = [file.read_row_groups([], wanted)]  # the schema, for a file without rows
