@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gzip
 import hashlib
@@ -15,12 +16,13 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from relayrun.cli.data.dumps import run_submit_dumps
 from relayrun.errors import InputError
 from relayrun.tokens.readers import inventory
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.tokenize.dump_jobs import prepare_submission, submit_dumps, tokenize_dump
+from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
 from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
-from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from tests.tokenization_corpus import dump_settings, train_tokenizer
 from tests.tokens.test_inventory import arrow, lines, prepared, write
 
@@ -345,10 +347,11 @@ def test_the_rows_that_a_publisher_counted_are_compared(
     assert {name: (split.get("rows"), split["expected_rows"]) for name, split in splits.items()} == found
     assert all("not compared" in split["why"] for split in splits.values() if "rows" not in split)
     wrong = {name: rows for name, rows in found.items() if None not in rows and rows[0] != rows[1]}
-    config = TokenizationConfig.model_validate(settings.model_dump() | {"executor": "local"})
+    (tmp_path / "t.yaml").write_text(json.dumps(settings.model_dump(mode="json") | {"executor": "local"}))
     words = [
         f"{note}: {rows} rows of {name} were tokenized, and {listed} are" for name, (rows, listed) in wrong.items()
     ]
     with pytest.raises(InputError, match=words[0]) if wrong else contextlib.nullcontext():
-        assert submit_dumps(config) == []
+        options = argparse.Namespace(config=str(tmp_path / "t.yaml"), executor=None, wait=True)
+        assert run_submit_dumps(options) == 0
     assert len(inventory.other_rows(tmp_path / "meta/inventory.jsonl")) == len(wrong)

@@ -13,7 +13,7 @@ from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.readers.inputs import data_endings
 from relayrun.tokens.readers.inventory import other_rows
 from relayrun.tokens.tokenize import dump_status, tune
@@ -94,6 +94,9 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
         hint = "tokenize the output folder of `relayrun dumps dedup`, with a YAML of its own"
         raise ConfigError("these dumps hold the text before `dedup`", where=options.config, hint=hint)
     submit_dumps(config, wait=options.wait)
+    if rows := other_rows(inventory := DumpsFolder(config.metadata_folder).inventory):
+        hint = "fetch what is missing and prepare again, with --filter-out NOTE if its count is of another version"
+        raise InputError("; ".join(rows), where=inventory, hint=hint)
     return 0
 
 

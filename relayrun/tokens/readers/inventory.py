@@ -23,12 +23,12 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
 from relayrun.tokens.readers import published
-from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
+from relayrun.tokens.readers.contents import file_compression, is_torn, text_bytes, uncompressed_name
 from relayrun.tokens.readers.file_ranges import decompress, file_of_range
 from relayrun.tokens.readers.inputs import TAR, TEXT, DataFile, Inventory, data_suffixes, file_format, take_inventory
 from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
+from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -184,12 +184,10 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     twins = find_twins(folder, sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path))))
     if urls.is_url(folder):
         return inventory, twins
-    places = sorted({path for pair in twins.items() for path in pair})
-    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
+    sums = _text_checksums(folder, sorted({path for pair in twins.items() for path in pair}))
     for path, first in [*twins.items()]:
-        alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
-        if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
+        of_one_name = uncompressed_name(path) == uncompressed_name(first)  # the older may be a leftover
+        if not of_one_name and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
             del twins[path]
     why = "same content as another file"
     same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
@@ -197,25 +195,34 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     return there, _named_copies(there.taken) | twins
 
 
-def _text_checksum(path: str) -> str | None:
-    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
-    try:
-        if file_compression(path) is None:
-            return file_checksum(path)
-        with open(path, "rb") as raw, decompress(raw, file_compression(path)) as text:
-            return open_file_checksum(text)
-    except (OSError, ValueError, ImportError):
-        return None
+def _text_checksums(folder: str, names: Sequence[str]) -> dict[str, str | None]:
+    """Return a checksum of the bytes of each file, decompressed; None if it cannot be read."""
+
+    def checksum(name: str) -> str | None:
+        try:
+            with open(os.path.join(folder, name), "rb") as raw, decompress(raw, file_compression(name)) as text:
+                return open_file_checksum(text)
+        except (OSError, ValueError, ImportError):
+            return None
+
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        return dict(zip(names, pool.map(checksum, names), strict=True))
 
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
-    """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
-    same size and the same bytes at both ends, as links to one file have. Below a URL names are compared."""
+    """Map each file that may hold an earlier one's text to that file: the same name but for a compression, the same
+    size and the same bytes at both ends, as links to one file have, or the same text in another compression. Below a
+    URL names are compared."""
     twins: dict[str, str] = {}
     firsts: dict[str, str] = {}
-    sizes = Counter(file.size for file in files)
+    sizes, alike = Counter(file.size for file in files), defaultdict[int, list[str]](list)
+    for file in () if urls.is_url(folder) else files:
+        with contextlib.suppress(Exception):  # the reader says why
+            alike[text_bytes(os.path.join(folder, file.path), file.size)].append(file.path)
+    packed = (names for size, names in alike.items() if size and len(names) > 1 and any(map(file_compression, names)))
+    sums = _text_checksums(folder, [*itertools.chain(*packed)])
     for file in files:
-        keys = [uncompressed_name(file.path)]
+        keys = [sums.get(file.path) or file.path, uncompressed_name(file.path)]
         if sizes[file.size] > 1 and not urls.is_url(folder):
             with contextlib.suppress(OSError, RelayrunError):  # the reader says why
                 keys.insert(0, f"{file.size} {urls.hash_file_ends(os.path.join(folder, file.path))}")

@@ -35,7 +35,7 @@ from relayrun.leftovers import owner_may_live, process_identity
 from relayrun.progress import Progress, clear_line, has_terminal
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.readers.inventory import add_rows, other_rows, refuse_wrong_checksums
+from relayrun.tokens.readers.inventory import add_rows, refuse_wrong_checksums
 from relayrun.tokens.stores.urls import join_path, try_store
 from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards, input_bytes, read_status
@@ -200,7 +200,6 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     if not metadata.pending() and (finished := metadata.finished()):
         _refuse_other_output(metadata, settings.dataset_output)
         print(f"all {len(finished)} dumps are done")
-        _refuse_other_rows(metadata)
         return []
     failed: set[int] = set()
     if config.executor == "local":
@@ -221,14 +220,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
                 time.sleep(50 * POLL_SECONDS)  # each look asks Slurm for the jobs of all users
     if failed := failed | set(indices) & set(metadata.pending()):
         _raise_failures(settings, sorted(failed), len(indices))
-    _refuse_other_rows(metadata)
     return indices
-
-
-def _refuse_other_rows(metadata: DumpsFolder) -> None:
-    if faults := other_rows(metadata.inventory):
-        hint = "fetch what is missing and prepare again; with --filter-out README.md if the count is of another version"
-        raise InputError("; ".join(faults), where=metadata.inventory, hint=hint)
 
 
 def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> set[int]:
