@@ -325,6 +325,7 @@ def _counts(splits: dict[str, int]) -> dict[str, object]:
         (["en/train-0.jsonl", "en/x/train/0.jsonl", "de/a/b.jsonl", "en/test.jsonl"], "README.md", TWO,
          {"filter_out": ["test"]}, {"en/train": (2, 2), "en/test": (None, 9), "de/train": (1, 2)}),
         (["a.jsonl"], "README.md", "---\ndataset_info: {splits: [{name: [], num_examples: x}]}\n---\n", {}, {}),
+        (["train.txt"], "README.md", COUNTED % 2, {}, {"train": (None, 2)}),
         (["a.jsonl"], "dataset_infos.json", "[1, {", {}, {}),
     ],
 )  # fmt: skip

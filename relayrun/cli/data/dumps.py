@@ -155,8 +155,8 @@ def run_dump_status(options: argparse.Namespace) -> int:
     if options.watch is not None:
         return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
     table = dump_status.status_table(dump_status.read_status(options.folder))
-    rows = other_rows(DumpsFolder(options.folder).inventory)
-    print(table, *dump_status.dedup_status(options.folder), *rows, sep="\n")
+    inventory = DumpsFolder(options.folder).inventory
+    print(table, *dump_status.dedup_status(options.folder), *other_rows(inventory), sep="\n")
     return 0
 
 

@@ -116,12 +116,11 @@ def decompress(raw: Any, compression: str | None) -> Any:
 
 
 _DECOMPRESSORS = {"gzip": "zlib:decompressobj", "bz2": "bz2:BZ2Decompressor", "xz": "lzma:LZMADecompressor"}
-"""Not all are in every Python."""
 
 
 def _member_blocks(raw: Any, compression: str) -> Iterator[bytes]:
     """Yield the bytes of all members. Arrow takes zeros behind them, as tapes leave, for a fault of the file;
-    lzma.LZMAFile ignores a torn second stream, and all behind padding."""
+    lzma.LZMAFile ignores a torn second stream, and all behind padding. Not every Python has lzma."""
     make, rest = pkgutil.resolve_name(_DECOMPRESSORS[compression]), b""
     while rest or (rest := raw.read(_BLOCK)):
         if not (rest := rest.lstrip(b"\0")):  # padding

@@ -216,8 +216,8 @@ def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
     twins: dict[str, str] = {}
     firsts: dict[str, str] = {}
     sizes, alike = Counter(file.size for file in files), defaultdict[int, list[str]](list)
-    for file in () if urls.is_url(folder) else files:
-        with contextlib.suppress(Exception):  # the reader says why
+    for file in files:
+        with contextlib.suppress(Exception):  # the reader says why; below a URL, of compressed files
             alike[text_bytes(os.path.join(folder, file.path), file.size)].append(file.path)
     packed = (names for size, names in alike.items() if size and len(names) > 1 and any(map(file_compression, names)))
     sums = _text_checksums(folder, [*itertools.chain(*packed)])
@@ -259,13 +259,14 @@ def write_inventory(path: Path, folder: str, inventory: Inventory, twins: dict[s
 
 def _write_lines(path: Path, folder: str, lines: dict[str, dict[str, Any]]) -> None:
     rows = {name: line["rows"] for name, line in lines.items() if line["taken"] and "rows" in line}
+    rows = {name: found for name, found in rows.items() if file_format(name) not in (TEXT, TAR)}  # lines count there
     data = {name for name, line in lines.items() if line.get("why") not in _NO_DATA and name.endswith(data_suffixes())}
     for name, line in lines.items():
         if line.get("why", FILTERED_OUT) != FILTERED_OUT and not urls.is_url(folder):
             for split, expected, files in published.listed_rows(folder, name, data):
                 why = "not compared: no file of its name, or files that are left out or not yet tokenized"
-                found = {"rows": sum(rows[file] for file in files)} if files and files <= rows.keys() else {"why": why}
-                line.setdefault("splits", {})[split] = {"expected_rows": expected} | found
+                known = {"rows": sum(rows[file] for file in files)} if files and files <= rows.keys() else {"why": why}
+                line.setdefault("splits", {})[split] = {"expected_rows": expected} | known
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 

@@ -195,9 +195,7 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     kind = schema.field(names[0]).type
     for name in names[1:]:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            nested = [
-                f"{each.name}.{leaf.name}" for each in schema if pa.types.is_struct(each.type) for leaf in each.type
-            ]
+            nested = [f"{top.name}.{leaf.name}" for top in schema if pa.types.is_struct(top.type) for leaf in top.type]
             raise missing_column_error(path, column, [*schema.names, *nested])
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
