@@ -373,6 +373,6 @@ def test_the_rows_that_a_publisher_counted_are_compared(
         f"{note}: {rows} rows of {name} were tokenized, and {listed} are" for name, (rows, listed) in wrong.items()
     ]
     with pytest.raises(InputError, match=words[0]) if wrong else contextlib.nullcontext():
-        options = argparse.Namespace(config=str(tmp_path / "t.yaml"), executor=None, wait=True)
-        assert run_submit_dumps(options) == 0
+        arguments = argparse.Namespace(config=str(tmp_path / "t.yaml"), executor=None, wait=True)
+        assert run_submit_dumps(arguments) == 0
     assert len(inventory.other_rows(tmp_path / "meta/inventory.jsonl")) == len(wrong)
