@@ -189,7 +189,7 @@ def test_what_is_wrong_elsewhere_costs_no_document(
         ("a.json", b'{\n  "text": "x"\n}\n', "holds JSON over several lines"),
         ("a.json", '{"text": "x"}\n'.encode("utf-16"), "is UTF-16"),
         ("a.csv", b'"text"x\n1\n', r"a\.csv:1: its first row is not CSV"),
-        ("a.csv", b"text,text\n1,2\n", "there are 2 columns 'text'"),
+        ("a.csv", b"text,text\n1,2\n", "2 columns are named 'text'"),
         ("a.csv", b"id,txt\n1,2\n", "no column 'text'; there are: id, txt"),
         ("a.arrow", b"ARROW1 and no more", "cannot be read, it may be torn"),
         ("a.arrow", b"nothing of the kind", "cannot be read, it may be torn"),

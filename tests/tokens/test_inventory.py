@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from relayrun.cli import main
 from relayrun.config.sections.data import DataSource, StreamSection
@@ -245,6 +246,30 @@ def test_a_file_of_the_same_content_as_another_is_left_out(tmp_path: Path, caplo
     }
     source = DataSource(source="jsonl", path=str(data), weight=1)
     assert sorted(os.path.basename(file.path) for file in find_text_files(source, "web")) == prepared(data)
+
+
+def test_the_same_text_in_another_compression_under_another_name_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    texts = {name: b"".join(b'{"text": "%s %04d"}\n' % (name, n) for n in range(900)) for name in (b"a", b"b", b"c")}
+    one, two, three = texts.values()  # of one length
+    zstd = zstandard.ZstdCompressor()
+    data = write(tmp_path / "data", {"one.jsonl": one, "second.jsonl.gz": gzip.compress(one), "b/x.jsonl": two})
+    write(data, {"c/third.jsonl.zst": zstd.compress(one), "other.jsonl.gz": gzip.compress(three)})
+    write(data, {"d/fast.jsonl.gz": gzip.compress(two, 1), "d/packed.jsonl.gz": gzip.compress(three, 1)})
+    write(data, {"torn.jsonl.gz": gzip.compress(three)[:-9] + gzip.compress(three)[-8:]})
+    source = DataSource(source="jsonl", path=str(data), weight=1)
+    kept = ["b/x.jsonl", "one.jsonl", "other.jsonl.gz", "torn.jsonl.gz"]
+    assert sorted(os.path.relpath(file.path, data) for file in find_text_files(source, "web")) == kept
+    assert prepared(data) == kept
+    assert {name: line["same_as"] for name, line in lines(data).items() if "same_as" in line} == {
+        "second.jsonl.gz": "one.jsonl",
+        "c/third.jsonl.zst": "one.jsonl",
+        "d/fast.jsonl.gz": "b/x.jsonl",
+        "d/packed.jsonl.gz": "other.jsonl.gz",
+    }
+    assert "left out, same content as another file: 4 files" in caplog.text
 
 
 def test_a_file_that_its_name_calls_a_copy_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

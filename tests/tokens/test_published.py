@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import gzip
 import hashlib
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from relayrun.cli.data.dumps import run_submit_dumps
 from relayrun.errors import InputError
 from relayrun.tokens.readers import inventory
 from relayrun.tokens.readers.columns import read_column
@@ -285,3 +289,90 @@ def test_tabs_separate_the_columns_of_tsv(tmp_path: Path) -> None:
     assert prepared(data) == ["a.tsv", "b.TSV.gz"]
     found = [next(read_column(str(data / name), "text", batch_bytes=100)).to_pylist() for name in prepared(data)]
     assert found == [["one, two"], ["x"]]
+
+
+COUNTED = "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: %d\n---\n# Web\n"
+TWO = """---
+dataset_info:
+- config_name: en
+  splits: [{name: train, num_examples: 2}, {name: test, num_examples: 9}]
+- config_name: de
+  splits: [{name: train, num_examples: 2}]
+---
+"""
+
+
+def _counts(splits: dict[str, int]) -> dict[str, object]:
+    return {"splits": {name: {"name": name, "num_examples": number} for name, number in splits.items()}}
+
+
+@pytest.mark.parametrize(
+    ("files", "note", "content", "options", "found"),
+    [
+        (["data/train-0.jsonl", "data/train-1.jsonl"], "README.md", COUNTED % 2, {}, {"train": (2, 2)}),
+        (["data/train-0.jsonl"], "README.md", COUNTED % 2, {}, {"train": (1, 2)}),
+        (["data/train-0.jsonl"], "README.md", COUNTED % 2, {"filter_out": ["README"]}, {}),
+        (["web/train.jsonl", "web2/train.jsonl"], "web/README.md", COUNTED % 2, {}, {"train": (1, 2)}),
+        (["one.jsonl", "two.jsonl"], "dataset_info.json", _counts({"train": 3}), {}, {"train": (2, 3)}),
+        (["train.jsonl", "more.jsonl"], "dataset_info.json", _counts({"train": 1}), {}, {"train": (1, 1)}),
+        (
+            ["web/x-train-0.jsonl"],
+            "web/dataset_info.json",
+            _counts({"train": 2, "test": 1}),
+            {},
+            {"train": (1, 2), "test": (None, 1)},
+        ),
+        (["a.jsonl", "b.jsonl"], "dataset_infos.json", {"default": _counts({"train": 3})}, {}, {"train": (2, 3)}),
+        (
+            ["a/train-0.jsonl", "b/train-0.jsonl", "b/train-1.jsonl"],
+            "dataset_infos.json",
+            {"a": _counts({"train": 1}), "b": _counts({"train": 3})},
+            {},
+            {"a/train": (1, 1), "b/train": (2, 3)},
+        ),
+        (
+            ["train-0.jsonl", "train-1.jsonl"],
+            "README.md",
+            COUNTED % 2,
+            {"filter_out": ["train-0"]},
+            {"train": (None, 2)},
+        ),
+        (
+            ["en/train-0.jsonl", "en/x/train/0.jsonl", "de/a/b.jsonl", "en/test.jsonl"],
+            "README.md",
+            TWO,
+            {"filter_out": ["test"]},
+            {"en/train": (2, 2), "en/test": (None, 9), "de/train": (1, 2)},
+        ),
+        (["a.jsonl"], "README.md", "---\ndataset_info: {splits: [{name: [], num_examples: x}]}\n---\n", {}, {}),
+        (["train.txt"], "README.md", COUNTED % 2, {}, {"train": (None, 2)}),
+        (["a.jsonl"], "dataset_infos.json", "[1, {", {}, {}),
+    ],
+)
+def test_the_rows_that_a_publisher_counted_are_compared(
+    tmp_path: Path,
+    files: list[str],
+    note: str,
+    content: str | dict[str, object],
+    options: dict[str, Any],
+    found: dict[str, tuple[int | None, int]],
+) -> None:
+    train_tokenizer(tmp_path / "tokenizer.json")
+    plain = content if isinstance(content, str) else json.dumps(content)
+    data = write(tmp_path / "data", numbered(*files) | {note: plain.encode()})
+    prepare_dumps(data, tmp_path / "meta", n_dumps=min(2, len(files)), **options)
+    settings = dump_settings(tmp_path, tmp_path / "tokenizer.json", tasks=1)
+    for index in prepare_submission(settings):
+        tokenize_dump(settings, index)
+    splits = lines(data)[note].get("splits", {})
+    assert {name: (split.get("rows"), split["expected_rows"]) for name, split in splits.items()} == found
+    assert all("not compared" in split["why"] for split in splits.values() if "rows" not in split)
+    wrong = {name: rows for name, rows in found.items() if None not in rows and rows[0] != rows[1]}
+    (tmp_path / "t.yaml").write_text(json.dumps(settings.model_dump(mode="json") | {"executor": "local"}))
+    words = [
+        f"{note}: {rows} rows of {name} were tokenized, and {listed} are" for name, (rows, listed) in wrong.items()
+    ]
+    with pytest.raises(InputError, match=words[0]) if wrong else contextlib.nullcontext():
+        arguments = argparse.Namespace(config=str(tmp_path / "t.yaml"), executor=None, wait=True)
+        assert run_submit_dumps(arguments) == 0
+    assert len(inventory.other_rows(tmp_path / "meta/inventory.jsonl")) == len(wrong)

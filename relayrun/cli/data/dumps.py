@@ -13,11 +13,12 @@ from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.readers.inputs import data_endings
+from relayrun.tokens.readers.inventory import other_rows
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
-from relayrun.tokens.tokenize.dumps import dump_size, prepare_dumps, print_dumps
+from relayrun.tokens.tokenize.dumps import DumpsFolder, dump_size, prepare_dumps, print_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags
 from relayrun.tokens.tokenize.processes import use_one_thread
@@ -93,6 +94,9 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
         hint = "tokenize the output folder of `relayrun dumps dedup`, with a YAML of its own"
         raise ConfigError("these dumps hold the text before `dedup`", where=options.config, hint=hint)
     submit_dumps(config, wait=options.wait)
+    if rows := other_rows(inventory := DumpsFolder(config.metadata_folder).inventory):
+        hint = "fetch what is missing and prepare again, with --filter-out NOTE if its count is of another version"
+        raise InputError("; ".join(rows), where=inventory, hint=hint)
     return 0
 
 
@@ -151,7 +155,8 @@ def run_dump_status(options: argparse.Namespace) -> int:
     if options.watch is not None:
         return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
     table = dump_status.status_table(dump_status.read_status(options.folder))
-    print(table, *dump_status.dedup_status(options.folder), sep="\n")
+    inventory = DumpsFolder(options.folder).inventory
+    print(table, *dump_status.dedup_status(options.folder), *other_rows(inventory), sep="\n")
     return 0
 
 

@@ -53,8 +53,7 @@ def read_parquet(
         _look_at_rows(batch, fields[0], faults)
         return keep_utf8(text_array(batch, fields), faults, where)
 
-    # buffered pages: without a buffer the column of a whole row group is read at once
-    with pq.ParquetFile(raw, buffer_size=_COLUMN_READ_AHEAD, pre_buffer=False) as file:
+    with _parquet_file(raw, _COLUMN_READ_AHEAD) as file:
         fields = find_field(file.schema_arrow, path, column)
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
         leaf = leaves.index(".".join(fields))
@@ -74,7 +73,7 @@ def row_group_starts(file: pq.ParquetFile) -> list[int]:
 def _look_at_rows(batch: pa.RecordBatch, text_column: str, faults: LineFaults) -> None:
     """Show `faults` the other columns of each row, if it wants them."""
     if faults.whole_rows:
-        others = batch.select([name for name in batch.schema.names if name != text_column])
+        others = batch.select([place for place, name in enumerate(batch.schema.names) if name != text_column])
         others.validate(full=True)
         for row in others.to_pylist() if others.num_columns else [{}] * len(batch):
             faults.look(row, {})
@@ -97,15 +96,16 @@ def read_batches(
             start -= part.num_rows
             continue
         first = 0
-        # one thread: the callers share the cores already
-        for batch in file.iter_batches(int(max(1, rows_at_once(part))), [group], columns, use_threads=False):
-            rows = len(batch)
-            if start < rows:
-                found = take(batch.slice(start), row_namer(path, group, first + start))
-                del batch
-                yield found
-                del found  # frees a long document before the next one is read
-            start, first = max(0, start - rows), first + rows
+        with naming_row_group(path, group):
+            # one thread: the callers share the cores already
+            for batch in file.iter_batches(int(max(1, rows_at_once(part))), [group], columns, use_threads=False):
+                rows = len(batch)
+                if start < rows:
+                    found = take(batch.slice(start), row_namer(path, group, first + start))
+                    del batch
+                    yield found
+                    del found  # frees a long document before the next one is read
+                start, first = max(0, start - rows), first + rows
 
 
 def read_arrow(
@@ -153,14 +153,27 @@ def _check_end_of_stream(raw: BinaryIO, path: str) -> None:
 def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
     """Open a parquet file, local or below a URL. Raises InputError that names an unreadable file."""
     try:
-        # buffered pages: without a buffer a whole row group is read at once
-        with (
-            _open_source(path) as source,
-            pq.ParquetFile(source, buffer_size=_ROWS_READ_AHEAD, pre_buffer=False) as file,
-        ):
+        with _open_source(path) as source, _parquet_file(source, _ROWS_READ_AHEAD) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
         raise unreadable_file_error(path, error) from None
+
+
+def _parquet_file(source: BinaryIO | pa.NativeFile, read_ahead: int) -> pq.ParquetFile:
+    # buffered pages: without a buffer the columns of a whole row group are read at once
+    return pq.ParquetFile(source, buffer_size=read_ahead, pre_buffer=False, page_checksum_verification=True)
+
+
+@contextlib.contextmanager
+def naming_row_group(path: str, group: int) -> Iterator[None]:
+    """Raise InputError for a page of this row group that has another checksum (CRC) than the file says."""
+    try:
+        yield
+    except OSError as error:
+        if "CRC" not in str(error):
+            raise
+        words = f"row group {group}: a page is not what its checksum says (CRC), so its bytes were changed"
+        raise InputError(words, where=printable(path), hint="fetch or write the file again") from None
 
 
 def _open_source(path: str) -> pa.NativeFile:

@@ -253,13 +253,13 @@ def narrow_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.concat_tables([narrow_table(table.slice(0, half), schema), narrow_table(table.slice(half), schema)])
 
 
+_WIDE_TYPES = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+_PLAIN_TYPES = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+
+
 def _wide_field(field: pa.Field) -> pa.Field:
-    kind = field.type
-    if pa.types.is_string(kind):
-        kind = pa.large_string()
-    elif pa.types.is_binary(kind):
-        kind = pa.large_binary()
-    elif pa.types.is_list(kind):
+    kind = _WIDE_TYPES.get(field.type, field.type)
+    if pa.types.is_list(kind):
         kind = pa.large_list(kind.value_field)
     elif pa.types.is_map(kind):
         kind = pa.map_(_wide_field(kind.key_field), _wide_field(kind.item_field), kind.keys_sorted)
@@ -268,11 +268,7 @@ def _wide_field(field: pa.Field) -> pa.Field:
 
 def _plain_field(field: pa.Field) -> pa.Field:
     kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-    if pa.types.is_string_view(kind):
-        kind = pa.string()
-    elif pa.types.is_binary_view(kind):
-        kind = pa.binary()
-    return field.with_type(_with_inner(kind, _plain_field)).remove_metadata()
+    return field.with_type(_with_inner(_PLAIN_TYPES.get(kind, kind), _plain_field)).remove_metadata()
 
 
 def _with_inner(kind: pa.DataType, convert: Callable[[pa.Field], pa.Field]) -> pa.DataType:

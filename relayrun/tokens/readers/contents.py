@@ -48,6 +48,20 @@ def file_compression(path: str) -> str | None:
     return "gzip" if name.endswith(".tgz") else COMPRESSIONS.get(os.path.splitext(name)[1])
 
 
+def text_bytes(path: str, size: int) -> int:
+    """Return the bytes of a local file's text modulo 2^32, which gzip says at its end and zstd in its head; 0 if they
+    are unknown. Raises OSError, ImportError and ZstdError."""
+    if (compression := file_compression(path)) is None:
+        return size % (1 << 32)
+    with open(path, "rb", buffering=0) as file:
+        if compression == "zstd":
+            import zstandard  # on demand: most data sets have no such file
+
+            return max(0, zstandard.frame_content_size(file.read(HEAD_BYTES))) % (1 << 32)
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(), "little") if compression == "gzip" else 0
+
+
 def uncompressed_name(path: str) -> str:
     """Return a path without the ending of a compression."""
     name, ending = os.path.splitext(path)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import pkgutil
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -107,29 +109,33 @@ def decompress(raw: Any, compression: str | None) -> Any:
     """Return a file of the decompressed bytes of all members. It raises OSError or pa.ArrowException if one is torn."""
     import pyarrow as pa
 
-    if compression == "xz":
-        return _BlockFile(_xz_blocks(raw))
+    if compression in _DECOMPRESSORS:
+        return _BlockFile(_member_blocks(raw, compression))
     # Arrow detects a truncated stream, the zstandard package does not
     return pa.CompressedInputStream(raw, compression) if compression else raw
 
 
-def _xz_blocks(raw: Any) -> Iterator[bytes]:
-    """Yield the bytes of all streams of xz. lzma.LZMAFile ignores a torn second stream, and all behind padding."""
-    import lzma  # not in every Python
+_DECOMPRESSORS = {"gzip": "zlib:decompressobj", "bz2": "bz2:BZ2Decompressor", "xz": "lzma:LZMADecompressor"}
 
-    rest = b""
+
+def _member_blocks(raw: Any, compression: str) -> Iterator[bytes]:
+    """Yield the bytes of all members. Arrow takes zeros behind them, as tapes leave, for a fault of the file;
+    lzma.LZMAFile ignores a torn second stream, and all behind padding. Not every Python has lzma."""
+    make, rest = pkgutil.resolve_name(_DECOMPRESSORS[compression]), b""
     while rest or (rest := raw.read(_BLOCK)):
         if not (rest := rest.lstrip(b"\0")):  # padding
             continue
-        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        stream = make(zlib.MAX_WBITS | 16) if compression == "gzip" else make()
         while not stream.eof:
-            if stream.needs_input and not (rest := rest or raw.read(_BLOCK)):
-                raise OSError("a stream of xz has no end")
+            if getattr(stream, "needs_input", True) and not (rest := rest or raw.read(_BLOCK)):
+                raise OSError(f"a member of {compression} has no end")
             try:
                 yield stream.decompress(rest, _BLOCK)
-            except lzma.LZMAError as error:
+            except MemoryError:
+                raise
+            except Exception as error:  # of zlib or lzma
                 raise OSError(str(error)) from None
-            rest = b""
+            rest = getattr(stream, "unconsumed_tail", b"")
         rest = stream.unused_data
 
 

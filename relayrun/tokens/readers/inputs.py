@@ -11,13 +11,12 @@ import contextlib
 import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
-from relayrun.files import read_json
 from relayrun.progress import Progress, count
 from relayrun.tokens.readers.contents import COMPRESSIONS, HEAD_BYTES, TAR_ARCHIVE, content_fault, file_compression
 from relayrun.tokens.readers.file_ranges import file_of_range, range_bytes
@@ -262,19 +261,6 @@ def _by_live_lists(place: str, inventory: Inventory) -> list[DataFile]:
         elif live and file.path not in live and file.path.endswith(os.path.splitext(next(iter(live)))[1]):
             left.append(replace(file, why="not in the list of live files"))
     return left
-
-
-def saved_rows(place: str, path: str) -> tuple[int | None, Set[str]]:
-    """Return the rows of a saved data set as its publisher counted them (`dataset_info.json`), None if unknown, and
-    the paths of its files as the state file at `path` below `place` lists them; none if it is of another program."""
-    folder = os.path.dirname(path)
-    files = live_files(place, [path])[folder] or set()
-    try:
-        split = read_json(os.path.join(place, path))["_split"]
-        info = read_json(os.path.join(place, folder, "dataset_info.json"))
-        return int(info["splits"][split]["num_examples"]), files
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, files
 
 
 def by_path(file: DataFile) -> bytes:

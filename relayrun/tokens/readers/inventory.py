@@ -23,12 +23,12 @@ from typing import Any
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.files import write_atomic
 from relayrun.tokens.readers import published
-from relayrun.tokens.readers.contents import file_compression, is_torn, uncompressed_name
+from relayrun.tokens.readers.contents import file_compression, is_torn, text_bytes, uncompressed_name
 from relayrun.tokens.readers.file_ranges import decompress, file_of_range
-from relayrun.tokens.readers.inputs import TAR, TEXT, DataFile, Inventory, file_format, saved_rows, take_inventory
+from relayrun.tokens.readers.inputs import TAR, TEXT, DataFile, Inventory, data_suffixes, file_format, take_inventory
 from relayrun.tokens.readers.published import FILTERED_OUT, STATE_FILE, split_of, split_words
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
+from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.tokens.stores.urls import printable
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _COPY = re.compile(
 )
 """Words in the name of a file or folder that say it is a copy of another: `data_old`, `a (1)`, `Copy of a`."""
 _SPARK_PART = re.compile(r"part-\d{5}-[0-9a-f]{8}-[0-9a-f]{4}-.*")
+_NO_DATA = ("metadata", "empty", "hidden or temporary")
 _MOST_NAMES, _READ_AT_A_TIME, _LOOKED_MEMBERS = 3, 8, 1000
 
 
@@ -183,12 +184,10 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     twins = find_twins(folder, sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path))))
     if urls.is_url(folder):
         return inventory, twins
-    places = sorted({path for pair in twins.items() for path in pair})
-    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        sums = dict(zip(places, pool.map(lambda path: _text_checksum(os.path.join(folder, path)), places), strict=True))
+    sums = _text_checksums(folder, sorted({path for pair in twins.items() for path in pair}))
     for path, first in [*twins.items()]:
-        alike = file_compression(path) == file_compression(first)  # else of one name: the older may be a leftover
-        if alike and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
+        of_one_name = uncompressed_name(path) == uncompressed_name(first)  # the older may be a leftover
+        if not of_one_name and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
             del twins[path]
     why = "same content as another file"
     same = {path for path, first in twins.items() if path not in known and sums[path] == sums[first] is not None}
@@ -196,25 +195,34 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     return there, _named_copies(there.taken) | twins
 
 
-def _text_checksum(path: str) -> str | None:
-    """Return a checksum of a file's bytes, decompressed; None if it cannot be read."""
-    try:
-        if file_compression(path) is None:
-            return file_checksum(path)
-        with open(path, "rb") as raw, decompress(raw, file_compression(path)) as text:
-            return open_file_checksum(text)
-    except (OSError, ValueError, ImportError):
-        return None
+def _text_checksums(folder: str, names: Sequence[str]) -> dict[str, str | None]:
+    """Return a checksum of the bytes of each file, decompressed; None if it cannot be read."""
+
+    def checksum(name: str) -> str | None:
+        try:
+            with open(os.path.join(folder, name), "rb") as raw, decompress(raw, file_compression(name)) as text:
+                return open_file_checksum(text)
+        except (OSError, ValueError, ImportError):
+            return None
+
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        return dict(zip(names, pool.map(checksum, names), strict=True))
 
 
 def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
-    """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
-    same size and the same bytes at both ends, as links to one file have. Below a URL names are compared."""
+    """Map each file that may hold an earlier one's text to that file: the same name but for a compression, the same
+    size and the same bytes at both ends, as links to one file have, or the same text in another compression. Below a
+    URL names are compared."""
     twins: dict[str, str] = {}
     firsts: dict[str, str] = {}
-    sizes = Counter(file.size for file in files)
+    sizes, alike = Counter(file.size for file in files), defaultdict[int, list[str]](list)
     for file in files:
-        keys = [uncompressed_name(file.path)]
+        with contextlib.suppress(Exception):  # the reader says why; below a URL, of compressed files
+            alike[text_bytes(os.path.join(folder, file.path), file.size)].append(file.path)
+    packed = (names for size, names in alike.items() if size and len(names) > 1 and any(map(file_compression, names)))
+    sums = _text_checksums(folder, [*itertools.chain(*packed)])
+    for file in files:
+        keys = [sums.get(file.path) or file.path, uncompressed_name(file.path)]
         if sizes[file.size] > 1 and not urls.is_url(folder):
             with contextlib.suppress(OSError, RelayrunError):  # the reader says why
                 keys.insert(0, f"{file.size} {urls.hash_file_ends(os.path.join(folder, file.path))}")
@@ -232,20 +240,34 @@ def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:
     return {path: firsts[name] for path, name in names.items() if firsts[name] != path}
 
 
-def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
+def write_inventory(path: Path, folder: str, inventory: Inventory, twins: dict[str, str]) -> None:
     """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
-    `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size."""
+    `same_as` of a file that may hold the text of another one; `rows` that are known of a file of this size; `splits`
+    that a note counts, with its `expected_rows` and the `rows` of their files, if all are tokenized."""
     before = _read_inventory(path)
-    files = [*inventory.taken, *inventory.left_out]
-    lines: list[dict[str, Any]] = [{"path": file.path, "bytes": file.size, "taken": not file.why} for file in files]
-    for file, line in zip(files, lines, strict=True):
+    lines: dict[str, dict[str, Any]] = {}
+    for file in (*inventory.taken, *inventory.left_out):
+        line = lines[file.path] = {"path": file.path, "bytes": file.size, "taken": not file.why}
         if file.why:
             line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
         if file.path in twins:
             line["same_as"] = twins[file.path]
         if (known := before.get(file.path, {})).get("bytes") == file.size:
-            line |= {name: known[name] for name in ("rows", "rows_of_ranges", "expected_rows") if name in known}
-    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            line |= {name: known[name] for name in ("rows", "rows_of_ranges") if name in known}
+    _write_lines(path, folder, lines)
+
+
+def _write_lines(path: Path, folder: str, lines: dict[str, dict[str, Any]]) -> None:
+    rows = {name: line["rows"] for name, line in lines.items() if line["taken"] and "rows" in line}
+    rows = {name: found for name, found in rows.items() if file_format(name) not in (TEXT, TAR)}  # lines count there
+    data = {name for name, line in lines.items() if line.get("why") not in _NO_DATA and name.endswith(data_suffixes())}
+    for name, line in lines.items():
+        if line.get("why", FILTERED_OUT) != FILTERED_OUT and not urls.is_url(folder):
+            for split, expected, files in published.listed_rows(folder, name, data):
+                why = "not compared: no file of its name, or files that are left out or not yet tokenized"
+                known = {"rows": sum(rows[file] for file in files)} if files and files <= rows.keys() else {"why": why}
+                line.setdefault("splits", {})[split] = {"expected_rows": expected} | known
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
 
 
 def _read_inventory(path: Path) -> dict[str, dict[str, Any]]:
@@ -266,16 +288,22 @@ def add_rows(path: Path, folder: str, rows: Mapping[str, int]) -> None:
             line["rows"] = sum(parts.values())
     if empty := sorted(name for name, number in rows.items() if number == 0 and name in lines):
         log.warning("%s files gave no row: %s", f"{len(empty):,}", first_names(empty))
-    for name, line in lines.items():
-        if os.path.basename(name) == STATE_FILE and line.get("why") == "metadata" and not urls.is_url(folder):
-            expected, files = saved_rows(folder, name)
-            if expected is not None and all("rows" in lines.get(file, {}) for file in files):
-                found = sum(lines[file]["rows"] for file in files)
-                line |= {"rows": found, "expected_rows": expected}
-                if found != expected:
-                    words = "%s: %s rows were tokenized, and dataset_info.json says %s, perhaps from before a filter"
-                    log.warning(words, name, f"{found:,}", f"{expected:,}")
-    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
+    _write_lines(path, folder, lines)
+    for fault in other_rows(path, saved=True):
+        log.warning("%s, perhaps from before a filter", fault)
+
+
+def other_rows(path: Path, *, saved: bool = False) -> list[str]:
+    """Name the splits of a written inventory that have other rows than their publisher counted. `saved`: those of
+    data sets with `state.json`, where a filter leaves an old count; else the others."""
+    lines = _read_inventory(path)
+    return [
+        f"{name}: {count['rows']:,} rows of {split} were tokenized, and {count['expected_rows']:,} are listed"
+        for name, line in lines.items()
+        if (os.path.join(os.path.dirname(name), STATE_FILE) in lines) == saved
+        for split, count in line.get("splits", {}).items()
+        if count.get("rows", count["expected_rows"]) != count["expected_rows"]
+    ]
 
 
 def refuse_wrong_checksums(path: Path, folder: str, names: Iterable[str]) -> None:

@@ -289,9 +289,7 @@ def read_csv(
                     continue  # an empty line
                 if names is None:
                     names = row
-                    if names.count(column) > 1:
-                        raise InputError(f"there are {names.count(column)} columns {column!r}", where=file)
-                    if column not in names:
+                    if names.count(column) != 1:
                         raise missing_column_error(file, column, names)
                     place = names.index(column)
                     continue

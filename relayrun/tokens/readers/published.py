@@ -79,6 +79,33 @@ def listed_splits(folder: str, files: Set[str], others: Iterable[str]) -> dict[s
     return found
 
 
+def listed_rows(folder: str, path: str, files: Set[str]) -> Iterator[tuple[str, int, set[str]]]:
+    """Yield the splits that a card or a note of datasets at `path` counts, as `train` or `de/train`, their rows and
+    their files: those that `state.json` lists, or those of `files` with the names of configuration and split."""
+    place, name = os.path.split(path)
+    if name not in ("README.md", "dataset_info.json", "dataset_infos.json"):
+        return
+    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+        state = _read_list(os.path.join(folder, place, STATE_FILE)) or {}
+        live = live_files(folder, [os.path.join(place, STATE_FILE)])[place]
+        top = os.path.join(place, "")
+        below = {file.removeprefix(top): file for file in live or files if file.startswith(top)}
+        infos = _read_list(os.path.join(folder, path), "dataset_info")
+        if isinstance(infos, dict):
+            infos = [infos] if "splits" in infos else [info | {"config_name": key} for key, info in infos.items()]
+        for info in infos:
+            config = f"{info['config_name']}/" if len(infos) > 1 else ""
+            mine = [at for at in below if f"/{config}" in f"/{at}"]
+            splits = info["splits"]
+            if isinstance(splits, dict):
+                splits = [split | {"name": key} for key, split in splits.items()]
+            for split in splits:
+                named = re.compile(rf"[/._-]{re.escape(split['name'])}(-\d|[/.]|$)")
+                found = [at for at in mine if named.search(f"/{at}")] or (mine if live or len(splits) == 1 else [])
+                if state.get("_split", split["name"]) == split["name"]:
+                    yield config + split["name"], int(split["num_examples"]), {below[at] for at in found}
+
+
 def _entries(path: str) -> Iterator[tuple[str, str]]:
     """Yield words that say a split, and the entry of a list that they belong to: a line or string, with the name of
     the list, the keys that lead to it and the `split` beside it; and a key with its string."""
@@ -94,8 +121,8 @@ def _entries(path: str) -> Iterator[tuple[str, str]]:
             yield words, value
 
 
-def _read_list(path: str) -> Any:
-    """Return the content of JSON, the `configs` of a dataset card, or lines; None if it cannot be read."""
+def _read_list(path: str, key: str = "configs") -> Any:
+    """Return the content of JSON, the value of `key` in a dataset card, or lines; None if it cannot be read."""
     try:
         with open(path, "rb") as file:
             text = file.read(1 << 24).decode()  # larger files are no lists
@@ -103,7 +130,7 @@ def _read_list(path: str) -> Any:
             return json.loads(text)
         if not path.endswith(".md"):
             return [line.strip() for line in text.splitlines()]
-        return yaml.safe_load(re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)[1])["configs"]
+        return yaml.safe_load(re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE)[1])[key]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
         return None
 

@@ -128,6 +128,11 @@ _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictiona
 MAX_ROWS = 1024
 """Rows of an array of texts, at most."""
 
+TEXT_TYPES = (pa.string(), pa.large_string())
+"""Types of columns of texts, with 32-bit or 64-bit offsets."""
+_BYTE_TYPES = (pa.binary(), pa.large_binary())
+"""Those of bytes, which may be texts without their mark."""
+
 
 class LongText:
     """The bytes of one text; above `MAX_BYTES_IN_MEMORY` in an unnamed temporary file."""
@@ -185,15 +190,16 @@ def _address(data: npt.NDArray[np.uint8]) -> int:
 def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     """Return the names that lead to the text column. Raises InputError that names `path`."""
     names = [column] if column in schema.names else column.split(".")
-    if names[0] not in schema.names:
+    if schema.names.count(names[0]) != 1:
         raise missing_column_error(path, column, schema.names)
     kind = schema.field(names[0]).type
     for name in names[1:]:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            raise missing_column_error(path, column, _leaf_names(schema))
+            nested = [f"{top.name}.{leaf.name}" for top in schema if pa.types.is_struct(top.type) for leaf in top.type]
+            raise missing_column_error(path, column, [*schema.names, *nested])
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (is_text(inner) or is_bytes(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
+    if inner not in (*TEXT_TYPES, *_BYTE_TYPES, pa.string_view(), pa.null()):
         raise InputError(f"column {column!r} holds {inner}, not text", where=printable(path))
     return names
 
@@ -201,7 +207,11 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
 def missing_column_error(
     where: str, column: str, columns: Sequence[str], hint: str | None = "name the column of the text with --column"
 ) -> InputError:
-    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
+    """Return the error for a column that is not there once."""
+    words = f"no column {column!r}"
+    if doubled := columns.count(column):
+        words, hint = f"{doubled} columns are named {column!r}", "write the file again, and rename all but one"
+    return InputError(f"{words}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
 
 
 def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
@@ -215,9 +225,9 @@ def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     array = functools.reduce(pc.struct_field, fields[1:], batch.column(fields[0]))
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if is_bytes(array.type):  # as Spark, Hive and Impala write texts; `keep_utf8` looks at the bytes
+    if array.type in _BYTE_TYPES:  # as Spark, Hive and Impala write texts; `keep_utf8` looks at the bytes
         array = array.view(pa.string() if pa.types.is_binary(array.type) else pa.large_string())
-    return array if is_text(array.type) else array.cast(pa.large_string())
+    return array if array.type in TEXT_TYPES else array.cast(pa.large_string())
 
 
 def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
@@ -267,21 +277,3 @@ def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str])
 def row_namer(path: str, group: int, first: int, *, what: str = "row group") -> Callable[[int], str]:
     """Return a function that names row i of an array that begins at row `first` of a row group or record batch."""
     return lambda row: f"{path}: {what} {group}, row {first + row} of it (both counted from 0)"
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds texts with 32-bit or 64-bit offsets."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def is_bytes(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds bytes, which may be texts without their mark."""
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _leaf_names(schema: pa.Schema) -> list[str]:
-    names = []
-    for field in schema:
-        inner = [each.name for each in field.type] if pa.types.is_struct(field.type) else []
-        names += [f"{field.name}.{name}" for name in inner] or [field.name]
-    return names

@@ -22,6 +22,7 @@ from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
 from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format
 from relayrun.tokens.readers.inventory import find_data_files
+from relayrun.tokens.readers.texts import missing_column_error
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_front, literal_name_start
 from relayrun.tokens.stores import urls
@@ -222,9 +223,9 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
     with open_parquet(path) as file:
         schema = file.schema_arrow
     for option, names in (("filters", condition_columns(condition)), ("extra_columns", stream.extra_columns)):
-        if missing := [name for name in names if name not in schema.names]:
-            words = f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}"
-            raise ConfigError(words, where=f"{where}, {path}")
+        if missing := [name for name in names if schema.names.count(name) != 1]:
+            fault = missing_column_error(path, missing[0], schema.names, hint=None)
+            raise ConfigError(f"stream.{option}: {fault.message}", where=f"{where}, {path}", hint=fault.hint)
     if condition is not None:
         _filtered(schema.empty_table(), condition, f"stream.filters {stream.filters!r:.200}", where)
 

@@ -330,7 +330,7 @@ class FragmentReader:
 
         with open_parquet(path) as file:
             fields = find_field(file.schema_arrow, path, self._stream.column)
-            if missing := [name for name in self._columns if name not in file.schema_arrow.names]:
+            if missing := [name for name in self._columns if file.schema_arrow.names.count(name) != 1]:
                 raise missing_column_error(path, missing[0], file.schema_arrow.names, hint=None)
             wanted = dict.fromkeys([".".join(fields), *self._columns])
             groups = range(file.metadata.num_row_groups) if group is None else [group]

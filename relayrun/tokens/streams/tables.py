@@ -26,8 +26,8 @@ from relayrun.config.sections.data import DataSource, StreamSection
 from relayrun.config.sections.dataclass_section import Positive
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.prefetcher import Prefetcher
-from relayrun.tokens.readers.arrow_files import open_parquet
-from relayrun.tokens.readers.texts import is_text, missing_column_error
+from relayrun.tokens.readers.arrow_files import naming_row_group, open_parquet
+from relayrun.tokens.readers.texts import TEXT_TYPES, missing_column_error
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
 from relayrun.tokens.streams.row_filters import arrow_expression, stream_filter
@@ -116,8 +116,8 @@ def _row_lengths(table: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.int6
     found = np.zeros(len(table), np.int64)
     for name in columns or table.schema.names:
         kind = table.schema.field(name).type
-        if columns or is_text(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            measure = pc.utf8_length if is_text(kind) else pc.list_value_length
+        if columns or kind in TEXT_TYPES or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            measure = pc.utf8_length if kind in TEXT_TYPES else pc.list_value_length
             found += np.asarray(pc.fill_null(measure(table[name]), 0), np.int64)
     return found
 
@@ -278,11 +278,15 @@ def _read_table(
         known = file.schema_arrow.names
         names = known if columns is None else [*columns.values()]
         wanted = list(dict.fromkeys([*names, *condition_columns(condition)]))
-        if missing := [name for name in wanted if name not in known]:
+        asked = wanted if columns is not None else condition_columns(condition)
+        if missing := [name for name in asked if known.count(name) != 1]:
             raise missing_column_error(path, missing[0], known, hint=None)
         groups = range(file.metadata.num_row_groups) if fragment.group is None else [fragment.group]
-        # one thread: this thread may be one of many
-        table = file.read_row_groups([*groups], wanted, use_threads=False).slice(0, fragment.rows)
+        tables = [file.read_row_groups([], wanted)]  # of a file without rows
+        for group in groups:
+            with naming_row_group(path, group):  # one thread: this thread may be one of many
+                tables.append(file.read_row_group(group, wanted, use_threads=False))
+        table = pa.concat_tables(tables).slice(0, fragment.rows)
     table = table.append_column("__index_in_fragment", pa.array(np.arange(len(table))))
     if condition is not None:
         kept_rows = table.filter(arrow_expression(condition, table.schema))

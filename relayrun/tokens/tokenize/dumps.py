@@ -259,7 +259,7 @@ def prepare_dumps(
         done = {file_of_range(name) for dump in begun.values() for name in dump.names}
         files_there, twins = inventory.leave_out_twins(dataset, files_there, done)
         found = files_there.taken
-        inventory.write_inventory(metadata.inventory, files_there, twins)
+        inventory.write_inventory(metadata.inventory, dataset, files_there, twins)
         inventory.log_inventory(files_there, twins)
         files_there.refuse()
         again = {index: dump for index, dump in begun.items() if dump.again}
