@@ -207,8 +207,8 @@ FEW_EPOCHS = 4.0
 """Epochs above which a check warns: up to here repeated tokens are worth nearly as much as new ones
 (arXiv 2305.16264)."""
 VERIFY_COMMAND = "relayrun mixture verify"
-_OVERLAP_TOKENS, _MOST_OVERLAP = 500_000, 0.01
-"""Tokens of each set that a check compares, and the share of held-out documents in training that is no warning."""
+_OVERLAP_TOKENS = 500_000
+"""Tokens of each set that a check compares."""
 
 
 def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
@@ -310,7 +310,7 @@ def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], f
             with findings.catching(subject):
                 found = measure_overlap(first, second, most=_OVERLAP_TOKENS)
                 remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
-                tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+                tell = findings.warn if found.large else findings.ok
                 tell(subject, f"{what}: {found} of {where}", setting="data", remedy=remedy)
 
 
