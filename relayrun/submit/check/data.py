@@ -44,7 +44,7 @@ from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import ShardRecords, ShardWriter
 from relayrun.tokens.stores.urls import is_url
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import first_token, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
@@ -315,16 +315,15 @@ def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], f
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
-    """Warn of documents that begin or end with a token twice or never, by what the records of the shards say."""
+    """Warn of documents that begin or end with a token twice or never, or unlike those of another set, by what the
+    records of the shards say."""
     data, records = config.data, ShardRecords()
     cuts = {f"data set {name!r}": (manifest.datasets[name], data.cut_by_document.get(name)) for name in data.sources}
     held_out = {f"validation {name!r}": (shards, data.validation_cut) for name, shards in manifest.validation.items()}
+    framed: dict[tuple[int | None, int | None], list[str]] = {}
     for what, (shards, cut) in (cuts | held_out).items():
         known = (records.of(shard.prefix) for shard in shards.shards)
         frames = {(each.made.bos, each.made.eos) for each in known if each is not None and each.made is not None}
-        if len(frames) > 1:
-            words = "some documents begin or end with another token than the others, or with none, by their records"
-            findings.warn("data.frames", f"{what}: {words}", remedy="tokenize all of them alike")
         end = None if cut is None or cut.eos is False else manifest.eod if cut.eos is True else cut.eos
         for bos, eos in sorted(frames, key=str):
             remedy, words = "set document_window.drop_eod: true", ""
@@ -341,6 +340,18 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
                 remedy = "leave document_window.bos out, or tokenize them without --bos"
             if words:
                 findings.warn("data.frames", f"{what}: {words}", setting="data.document_window", remedy=remedy)
+        for bos, eos in sorted(frames | ({(None, manifest.eod)} if shards.files else set()), key=str):
+            last = end if end is not None or (cut is not None and cut.drop_eod) else eos
+            framed.setdefault((bos if cut is None or cut.bos is None else cut.bos, last), []).append(what)
+    remedy = "tokenize with --bos or without, as data.tokenizer does, or use document_window.bos; a stream has no other"
+    if len(framed) > 1:
+        frame = [f"BOS {bos}, EOS {eos}".replace("None", "none") for bos, eos in framed]
+        words = "; ".join(f"{first_names(sets)} ({each})" for each, sets in zip(frame, framed.values(), strict=True))
+        findings.warn("data.frames", f"documents begin or end with other tokens: {words}", remedy=remedy)
+    first = first_token(data.tokenizer) if framed else None
+    if first is not None and (bare := [what for (bos, _), sets in framed.items() if bos != first for what in sets]):
+        words = f"the tokenizer begins a text with token {first}, and documents of {first_names(bare)} do not begin so"
+        findings.warn("data.frames", words, setting="data.tokenizer", remedy=remedy)
 
 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
