@@ -48,9 +48,10 @@ from relayrun.control.scheduler.slurm_commands import (
 from relayrun.control.scheduler.slurm_nodes import (
     NODES_TEST_SECONDS,
     SlurmNodes,
+    chosen_partitions,
+    exceeded_limits,
+    first_test,
     minimum_changes,
-    says_too_few_nodes,
-    unusable_nodes,
 )
 from relayrun.errors import ConfigError, SchedulerError, user_name
 from relayrun.slurmtime import format_time
@@ -212,23 +213,21 @@ class Slurm(SlurmCommands, Scheduler):
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
-        try:
-            self.test(script)
-        except SchedulerError as error:
-            if plan.spare_nodes and says_too_few_nodes(error):
-                error.hint = (
-                    f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
-                    "set job.spare_nodes to fewer"
-                )
-                raise
-            if not (away := unusable_nodes(self, error)):
-                raise
-            log.warning("too few nodes can be used now; the job waits for some of %s", ", ".join(away))
+        rows: list[dict[str, str]] = []
+        with contextlib.suppress(SchedulerError):  # else the test says it
+            rows = self.partitions()
+        for _, words in exceeded_limits(chosen_partitions(rows, plan.sbatch_options.get("partition")), plan):
+            if "qos" not in plan.sbatch_options:  # which may lift it
+                raise SchedulerError(words)
+        tested = [first_test(self, script, {}, plan.spare_nodes)]
         try:
             if evaluation is not None:
-                self.test(evaluation)
+                tested.append(first_test(self, evaluation, {}, 0))
         except SchedulerError as error:  # else the results would be missing and only a log would say why
             raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
+        for _, warning in tested:
+            if warning:
+                log.warning("%s", warning)
         return self.submit(plan, script, options={})
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
@@ -507,9 +506,7 @@ class SlurmFallbackJobs(FallbackJobs):
 
     def _too_small(self, partition: str | None) -> bool:
         """True if the job's partitions require several nodes. On Slurm 26.05 `sbatch --test-only` does not say so."""
-        names = partition.split(",") if partition else []
-        rows = self._slurm.partitions()
-        taken = [row for row in rows if (row["PartitionName"] in names if names else row.get("Default") == "YES")]
+        taken = chosen_partitions(self._slurm.partitions(), partition)
         return bool(taken) and all(int(row.get("MinNodes") or 1) > 1 for row in taken)
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
