@@ -156,7 +156,7 @@ NODES = (
         (NOT_AVAILABLE, "--partition=high,other", ["n1"]),
         (NOT_AVAILABLE, "--cpus-per-task=16", ["n2"]),
         (NOT_AVAILABLE, "--mem=60G --constraint=big", ["n2"]),
-        (NOT_AVAILABLE, "--constraint=big&test --gpus-per-node=a100:4 --mem-per-cpu=1G", ["n2"]),
+        (NOT_AVAILABLE, "--constraint=big&test --gpus-per-node=a100:4", ["n2"]),
         (NOT_AVAILABLE, "--nodes=3", ["n1", "n2"]),
         # what no state of the nodes lets start
         (NOT_AVAILABLE, "--nodes=4", []),
@@ -166,9 +166,7 @@ NODES = (
         (NOT_AVAILABLE, "--ntasks-per-node=8 --cpus-per-task=3", []),
         (NOT_AVAILABLE, "--gpus-per-node=5", []),
         (NOT_AVAILABLE, '--gres="gpu:a100:8"', []),
-        (NOT_AVAILABLE, "--gpus-per-task=2 --ntasks-per-node=3", []),
         (NOT_AVAILABLE, "--mem=65G", []),
-        (NOT_AVAILABLE, "--cpus-per-task=8 --mem-per-cpu=9G", []),
         (NOT_AVAILABLE, "--nodes=2 --constraint=big", []),
         (NOT_AVAILABLE, "--exclude=n[1-2]", []),  # n0 is up: the reason is another
         ("Invalid partition name specified", "--nodes=2", []),

@@ -9,7 +9,12 @@ from pathlib import Path
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.base import MinimumNodes, UsableNodes
 from relayrun.control.scheduler.error_lines import expand_nodelist
-from relayrun.control.scheduler.slurm_commands import NoAnswerError, SlurmCommands, gpu_options_like_script
+from relayrun.control.scheduler.slurm_commands import (
+    NoAnswerError,
+    SlurmCommands,
+    count_gpus,
+    gpu_options_like_script,
+)
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 
@@ -64,7 +69,7 @@ def first_test(slurm: SlurmCommands, script: Path, options: Mapping[str, str], s
         asked = {**dict(_HEADER.findall(script.read_text(encoding="utf-8"))), **options}
         if spare_nodes:
             error.hint = (
-                f"job.nodes and job.spare_nodes ask for {asked['nodes']} nodes; where so many are not up, "
+                f"job.nodes and job.spare_nodes ask for {asked.get('nodes')} nodes; where so many are not up, "
                 "set job.spare_nodes to fewer"
             )
         if spare_nodes or not (away := _nodes_to_wait_for(slurm, asked)):
@@ -82,7 +87,7 @@ def _nodes_to_wait_for(slurm: SlurmCommands, asked: Mapping[str, str]) -> list[s
     found: dict[str, dict[str, str]] = {}
     names, excluded = asked.get("partition", "*").split(","), expand_nodelist(asked.get("exclude", ""))
     for partition, node, state, *resources in (line.split("|") for line in lines if line.count("|") == 6):
-        if {partition.rstrip("*"), partition[-1]} & {*names} and node not in excluded and _fits(asked, *resources):
+        if {partition.rstrip("*"), partition[-1:]} & {*names} and node not in excluded and _fits(asked, *resources):
             found.setdefault(partition, {})[node] = state
     least = int(re.findall(r"\d+", asked.get("nodes", "1"))[0])
     waiting = (node for nodes in found.values() if len(nodes) >= least for node in nodes.items())
@@ -91,23 +96,13 @@ def _nodes_to_wait_for(slurm: SlurmCommands, asked: Mapping[str, str]) -> list[s
 
 def _fits(asked: Mapping[str, str], cpus: str, memory: str, gres: str, features: str) -> bool:
     """True if a node of this size, in sinfo's words, has what a job asks for on each node."""
-    tasks = int(asked.get("ntasks-per-node", 1))
-    cores = tasks * int(asked.get("cpus-per-task", 1))
-    gpus = max(_gpus(f"gpu:{asked.get('gpus-per-node', 0)}"), tasks * _gpus(f"gpu:{asked.get('gpus-per-task', 0)}"))
-    size = max(_megabytes(asked.get("mem", "0")), cores * _megabytes(asked.get("mem-per-cpu", "0")))
+    cores = int(asked.get("ntasks-per-node", 1)) * int(asked.get("cpus-per-task", 1))
+    gpus = max(map(count_gpus, [asked.get("gres", ""), f"gpu:{asked.get('gpus-per-node', 0)}"]))
+    number, unit = re.findall(r"^(\d*)([KMGT]?)", asked.get("mem", "").upper())[0]
+    size = int(number or 0) * 1024.0 ** ("KMGT".index(unit or "M") - 1)
     wanted = {each for each in asked.get("constraint", "").split("&") if each.isalnum()}
-    enough = cores <= int(cpus) and size <= int(memory) and max(gpus, _gpus(asked.get("gres", ""))) <= _gpus(gres)
+    enough = cores <= int(cpus) and size <= int(memory) and gpus <= count_gpus(gres)
     return enough and wanted <= {*features.split(",")}
-
-
-def _gpus(text: str) -> int:
-    """Return the GPUs in `gpu:4`, `gpu:a100:4(S:0-1),nvme:1`, or `gpu`."""
-    return sum(int(number or 1) for number in re.findall(r"\bgpu(?::[a-zA-Z][^:,(]*)?(?::(\d+))?(?=[,(]|$)", text))
-
-
-def _megabytes(text: str) -> float:
-    number, unit = re.findall(r"^(\d+)([KMGT]?)", text.upper())[0]
-    return int(number) * 1024.0 ** ("KMGT".index(unit or "M") - 1)
 
 
 def says_too_few_nodes(error: SchedulerError) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 from relayrun.control.trainers.pickle_records import no_collection
 from relayrun.errors import InputError, did_you_mean_path
@@ -168,12 +168,10 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
 def first_token(name: str) -> int | None:
     """Return the token with which a tokenizer begins a text: its template's, or that of `add_bos_token`."""
     options, path = TokenizeOptions(tokenizer=name, append_eod="no"), Path(name)
-    known = json.loads(load_tokenizer(options).definition)
     # the template around a vocabulary of one token: a large one takes a second to load
-    small = {"version": known["version"], "post_processor": known["post_processor"]}
-    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder"))
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    framed = Tokenizer.from_str(json.dumps(small | empty | {"added_tokens": [], "model": model})).encode("a")
+    small = json.loads(Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
+    small["post_processor"] = json.loads(load_tokenizer(options).definition)["post_processor"]
+    framed = Tokenizer.from_str(json.dumps(small)).encode("a")
     if framed.special_tokens_mask[:1] == [1]:
         return int(framed.ids[0])
     with contextlib.suppress(InputError):  # it names no such token
