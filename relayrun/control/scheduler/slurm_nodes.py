@@ -68,10 +68,8 @@ def first_test(slurm: SlurmCommands, script: Path, options: Mapping[str, str], s
             raise
         asked = {**dict(_HEADER.findall(script.read_text(encoding="utf-8"))), **options}
         if spare_nodes:
-            error.hint = (
-                f"job.nodes and job.spare_nodes ask for {asked.get('nodes')} nodes; where so many are not up, "
-                "set job.spare_nodes to fewer"
-            )
+            nodes = f"job.nodes and job.spare_nodes ask for {asked.get('nodes')} nodes"
+            error.hint = f"{nodes}; where so many are not up, set job.spare_nodes to fewer"
         if spare_nodes or not (away := _nodes_to_wait_for(slurm, asked)):
             raise
         return "", f"too few nodes can be used now; the job waits for some of {', '.join(away)}"

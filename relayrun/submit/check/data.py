@@ -278,13 +278,10 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         every = [shards for _, shards in iterate_data_sets(manifest, None) if not shards.files]
         if not every:
             return
-        findings.ok(
-            "data.shards",
-            f"{count_noun(sum(len(shards.shards) for shards in every), 'shard')} with "
-            f"{sum(shards.tokens for shards in every):,} tokens in "
-            f"{count_noun(len(every) - len(manifest.validation), 'data set')} and "
-            f"{count_noun(len(manifest.validation), 'validation set')}",
-        )
+        held_out, tokens = len(manifest.validation), sum(shards.tokens for shards in every)
+        words = f"{count_noun(sum(len(shards.shards) for shards in every), 'shard')} with {tokens:,} tokens in "
+        words += f"{count_noun(len(every) - held_out, 'data set')} and {count_noun(held_out, 'validation set')}"
+        findings.ok("data.shards", words)
 
 
 def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], findings: Findings) -> None:
@@ -363,12 +360,9 @@ def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -
         common = os.path.commonprefix([file.path for file in files])  # noqa: RUF071 - of URLs, too
         front = common.rfind("/", 0, common.rfind("/")) + 1  # the folder above that of all files
         splits |= {file.path: held_out_split(file.path[front:]) for file in files}
-        findings.ok(
-            "data.streams",
-            f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
-            f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
-            setting="data.lanes",
-        )
+        words = f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
+        words += f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes"
+        findings.ok("data.streams", words, setting="data.lanes")
     if len(set(splits.values())) > 1:
         held = [path for path, split in splits.items() if split]
         words = f"by their names, files of a {splits[held[0]]} set are trained on beside others: {first_names(held)}"
@@ -415,12 +409,9 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
             remedy = "set data.tokenizer to the one that made it"
             findings.refuse("data.ids", words, where=prefix, setting="data.tokenizer", remedy=remedy)
     if known < len(every):
-        findings.skip(
-            "data.ids",
-            f"the ids of {len(every) - known:,} of {len(every):,} shards were not compared with the vocabulary of "
-            f"{size:,}: their records do not name the largest (of shards without a record, "
-            f"{MAX_SAMPLED_SHARDS} a data set were "
-            f"looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer {config.data.tokenizer}",
-        )
+        words = f"the ids of {len(every) - known:,} of {len(every):,} shards were not compared with the vocabulary of "
+        words += f"{size:,}: their records do not name the largest (of shards without a record, {MAX_SAMPLED_SHARDS} a "
+        words += f"data set were looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer "
+        findings.skip("data.ids", words + config.data.tokenizer)
     elif known:
         findings.ok("data.ids", f"the largest id on record of each of {known:,} shards lies below {size:,}")
