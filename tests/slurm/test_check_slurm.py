@@ -101,12 +101,12 @@ def test_beside_a_drained_node_check_and_submit_refuse_what_no_state_of_the_node
                 submission.submit_run(resolve.load_run_config(path, settings))
             assert cluster.queue() == [], settings
         cluster.run([*partition, "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
-        four = ["job.nodes=4", "job.mem=1000", GBS]
+        four = ["job.nodes=4", "job.mem=1000M", GBS]
         (waits,) = [found for found in looked(workspace, *four) if found.level != "ok"]
         assert (waits.level, waits.words.endswith("the job waits for some of n3 (drained)")) == ("warning", True)
-        job = submission.submit_run(resolve.load_run_config(path, four)).job_id
-        assert [each.state for each in cluster.queue()] == ["PENDING"]
-        cluster.run(["scancel", job])
+        submission.submit_run(resolve.load_run_config(path, four))
+        assert {each.state for each in cluster.queue()} == {"PENDING"}  # with the fallback job
+        cluster.run(["scancel", *[each.id for each in cluster.queue()]])
     finally:
         cluster.run(["scontrol", "update", "NodeName=n3", "State=RESUME"])
         cluster.run([*partition, "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
