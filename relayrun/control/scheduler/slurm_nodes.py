@@ -66,7 +66,7 @@ def first_test(slurm: SlurmCommands, script: Path, options: Mapping[str, str], s
     except SchedulerError as error:
         if not _AWAY.search(error.message):
             raise
-        asked = {**dict(_HEADER.findall(script.read_text(encoding="utf-8"))), **options}
+        asked = {**dict(_HEADER.findall(script.read_text(encoding="utf-8", errors="replace"))), **options}
         if spare_nodes:
             nodes = f"job.nodes and job.spare_nodes ask for {asked.get('nodes')} nodes"
             error.hint = f"{nodes}; where so many are not up, set job.spare_nodes to fewer"
@@ -85,7 +85,8 @@ def _nodes_to_wait_for(slurm: SlurmCommands, asked: Mapping[str, str]) -> list[s
     found: dict[str, dict[str, str]] = {}
     names, excluded = asked.get("partition", "*").split(","), expand_nodelist(asked.get("exclude", ""))
     for partition, node, state, *resources in (line.split("|") for line in lines if line.count("|") == 6):
-        if {partition.rstrip("*"), partition[-1:]} & {*names} and node not in excluded and _fits(asked, *resources):
+        chosen = partition.endswith("*") if names == ["*"] else partition.rstrip("*") in names
+        if chosen and node not in excluded and _fits(asked, *resources):
             found.setdefault(partition, {})[node] = state
     least = int(re.findall(r"\d+", asked.get("nodes", "1"))[0])
     waiting = (node for nodes in found.values() if len(nodes) >= least for node in nodes.items())
@@ -131,12 +132,10 @@ def exceeded_limits(partitions: Sequence[Mapping[str, str]], plan: Plan) -> list
         most, least, there = (row.get(field, "") for field in ("MaxNodes", "MinNodes", "TotalNodes"))
         long = limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit)
         wrong = {
-            f"{format_time(plan.time_limit)} is more than {name} allows, {limit}": long,
             f"{nodes} nodes are more than {name} allows, {most}": most.isdecimal() and nodes > int(most),
             f"{nodes} nodes are fewer than {name} asks for, {least}": least.isdecimal() and nodes < int(least),
             f"{nodes} nodes are more than {name} has, {there}": there.isdecimal() and nodes > int(there),
         }
-        found.append(
-            [("job.nodes" if "nodes" in words else "job.time", words) for words, is_so in wrong.items() if is_so]
-        )
+        time = [("job.time", f"{format_time(plan.time_limit)} is more than {name} allows, {limit}")] * long
+        found.append(time + [("job.nodes", words) for words, is_so in wrong.items() if is_so])
     return [limit for limits in found for limit in limits] if all(found) else []

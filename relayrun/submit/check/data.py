@@ -340,7 +340,7 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         for bos, eos in sorted(frames | ({(None, manifest.eod)} if shards.files else set()), key=str):
             last = end if end is not None or (cut is not None and cut.drop_eod) else eos
             framed.setdefault((bos if cut is None or cut.bos is None else cut.bos, last), []).append(what)
-    remedy = "tokenize with --bos or without, as data.tokenizer does, or use document_window.bos; a stream has no other"
+    remedy = "tokenize all alike, with --bos if data.tokenizer begins a text so; a stream takes document_window.bos"
     if len(framed) > 1:
         frame = [f"BOS {bos}, EOS {eos}".replace("None", "none") for bos, eos in framed]
         words = "; ".join(f"{first_names(sets)} ({each})" for each, sets in zip(frame, framed.values(), strict=True))
