@@ -153,6 +153,9 @@ class FakeSlurm:
         if program == "sinfo":
             if options.get("format") == "%o":
                 return f"{options['nodes']}\n"
+            if options.get("format", "").startswith("%P|%N|%T"):
+                states = {node: "down" if node in self.down else "idle" for node in sorted(NODES)}
+                return "".join(f"debug*|{node}|{state}|8|16000|(null)|(null)\n" for node, state in states.items())
             return "\n".join(sorted(NODES)) + "\n" if "Node" in options else "idle\n"
         if program == "scancel":
             if "signal" not in options:

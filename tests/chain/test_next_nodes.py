@@ -354,6 +354,28 @@ def test_a_first_job_with_a_spare_node_that_is_not_up_is_refused_with_what_to_se
     assert stage.slurm.pending() == []
 
 
+@pytest.mark.parametrize(("changes", "queued"), [({}, True), ({"nodes": 5}, False), ({"cpus_per_task": 9}, False)])
+def test_a_first_job_waits_for_a_node_that_is_down_only_if_it_fits_the_cluster(
+    stage: Stage,  # noqa: F811
+    changes: dict[str, Any],
+    queued: bool,
+) -> None:
+    plan = replace(Plan.load(stage.run), **{"nodes": 4, "spare_nodes": 0, "ntasks_per_node": 1} | changes)
+    plan.write(stage.run.plan)
+    stage.run.job_script.write_text(job_script.job_script(plan, stage.run))
+    stage.slurm.set("1", state="FAILED")
+    stage.slurm.down = {"n3"}
+
+    def first() -> int:
+        jobs.queue_first_job(stage.run, plan, scheduler_for_plan(plan, stage.run, patience=0))
+        return 0
+
+    reached = run_child(first, stage.run_path, stage.slurm)
+    assert bool(stage.slurm.pending()) is queued, reached.output
+    assert ("the job waits for some of n3 (down)" in reached.output) is queued
+    assert ("node configuration is not available" in reached.output) is not queued
+
+
 def test_the_job_behind_one_with_fewer_nodes_asks_for_all_of_them_again() -> None:
     plan = Mock(outlives_nodes=True, nodes=4, nodes_of_job=6)
     asked = {

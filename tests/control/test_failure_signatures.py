@@ -243,7 +243,12 @@ def test_an_exception_that_others_raise_from_it_is_the_cause_with_labels_and_tim
     assert first_cause("fatal: not a git repository\n" + TRACEBACK + "KeyError: 'x'\n").name == "exception"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("words", "again"), [("RuntimeError: odd", True), ("OSError: [Errno 28]", False)])
+IN_USE = "torch.distributed.DistNetworkError: port: 25238, useIpv6: false, code: -98, name: EADDRINUSE"
+
+
+@pytest.mark.parametrize(
+    ("words", "again"), [("RuntimeError: odd", True), ("OSError: [Errno 28]", False), (IN_USE, False)]
+)
 def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: Path, words: str, again: bool) -> None:
     run, said = Run(tmp_path), first_cause(f"{TRACEBACK}{words}\n")
     assert said is not None
@@ -261,6 +266,14 @@ def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: 
     )
     end.write(run.attempt(1).end)
     assert failure_reason._came_again(run, [1], said) == again
+
+
+def test_an_advice_is_true_after_the_end_of_the_chain() -> None:
+    """STOP, `status` and notices repeat it when no further job comes."""
+    advices = {known.name: known.advice for _, known in signatures()}
+    assert not {name: text for name, text in advices.items() if "nothing" in text or "next job takes" in text}
+    for name in ("port", "preempted", "node-failure", "stale-handle"):
+        assert "relayrun resume" in advices[name], name
 
 
 INTERLEAVED = """\

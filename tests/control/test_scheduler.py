@@ -7,6 +7,8 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +20,8 @@ from relayrun.control.scheduler.slurm_commands import (
     parse_job,
 )
 from relayrun.errors import SchedulerError
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.check.slurm import _test_job
 from tests.control.slurm_doubles import LINE, PLAN, slurm_of
 from tests.plans import plan_with
 
@@ -137,35 +141,93 @@ def test_nodes_that_a_controller_does_not_know_yet_are_neither_down_nor_missing(
         assert slurm.nodes.enough_up(Plan.of(PLAN), tmp_path / "job", {}) is not known
 
 
+NOT_AVAILABLE = "Requested node configuration is not available"
+NODES = (
+    "debug*|n0|idle|8|16000|gpu:a100:4(S:0-1)|test\\ndebug*|n1|drained|8|16000|gpu:4|test\\n"
+    "high|n1|drained|8|16000|gpu:4|test\\ndebug*|n2|maint|16|64000|gpu:4,nvme:1|test,big\\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("said", "states", "away"),
+    ("said", "options", "away"),
     [
-        (
-            "Requested node configuration is not available",
-            "n0 idle\nn1 drained\nn2 maint",
-            ["n1 (drained)", "n2 (maint)"],
-        ),
-        ("Requested node configuration is not available", "n0 idle\nn1 mixed", []),
-        ("Invalid partition name specified", "n0 drained", []),
+        (NOT_AVAILABLE, "--nodes=2", ["n1 (drained)", "n2 (maint)"]),
+        (NOT_AVAILABLE, "--nodes=2 --ntasks-per-node=2 --cpus-per-task=4 --mem=16000 --gres=gpu:4", ["n1", "n2"]),
+        (NOT_AVAILABLE, "--partition=high,other", ["n1"]),
+        (NOT_AVAILABLE, "--cpus-per-task=16", ["n2"]),
+        (NOT_AVAILABLE, "--mem=60G --constraint=big", ["n2"]),
+        (NOT_AVAILABLE, "--constraint=big&test --gpus-per-node=a100:4", ["n2"]),
+        (NOT_AVAILABLE, "--nodes=3", ["n1", "n2"]),
+        # what no state of the nodes lets start
+        (NOT_AVAILABLE, "--nodes=4", []),
+        (NOT_AVAILABLE, "--nodes=3-5 --exclude=n0", []),
+        (NOT_AVAILABLE, "--nodes=2 --partition=high", []),
+        (NOT_AVAILABLE, "--nodes=2 --cpus-per-task=16", []),
+        (NOT_AVAILABLE, "--ntasks-per-node=8 --cpus-per-task=3", []),
+        (NOT_AVAILABLE, "--gpus-per-node=5", []),
+        (NOT_AVAILABLE, '--gres="gpu:a100:8"', []),
+        (NOT_AVAILABLE, "--mem=65G", []),
+        (NOT_AVAILABLE, "--nodes=2 --constraint=big", []),
+        (NOT_AVAILABLE, "--exclude=n[1-2]", []),  # n0 is up: the reason is another
+        ("Invalid partition name specified", "--nodes=2", []),
     ],
 )
-def test_a_job_that_waits_for_nodes_that_are_away_is_not_refused(
+def test_a_job_that_waits_for_nodes_that_are_away_is_not_refused_if_it_fits_the_cluster(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     said: str,
-    states: str,
+    options: str,
     away: list[str],
 ) -> None:
+    script = tmp_path / "job"
+    script.write_text("#!/bin/sh\n" + "".join(f"#SBATCH {option}\n" for option in options.split()))
     sbatch = f"case \"$*\" in *--test-only*) echo 'allocation failure: {said}' >&2; exit 1 ;; *) echo 7 ;; esac"
-    slurm = slurm_of(tmp_path, monkeypatch, sbatch=sbatch, sinfo=f"printf '{states}\\n'")
+    shown = "echo 'PartitionName=debug Default=YES MaxNodes=UNLIMITED TotalNodes=3'"
+    slurm = slurm_of(tmp_path, monkeypatch, sbatch=sbatch, sinfo=f"printf '{NODES}'", scontrol=shown)
     plan = replace(Plan.of(PLAN), log_folder=str(tmp_path))
+    findings = Findings(cast(Any, SimpleNamespace(model_dump=lambda **_: {})))
+    _test_job(slurm, script, {}, findings)
+    (found,) = findings.all
     if not away:
         with pytest.raises(SchedulerError, match=said):
-            slurm.submit_first(plan, tmp_path / "job")
+            slurm.submit_first(plan, script)
+        assert (found.level, said in found.words) == ("error", True)
         return
-    assert slurm.submit_first(plan, tmp_path / "job") == "7"
-    assert f"the job waits for some of {', '.join(away)}" in caplog.text
+    assert slurm.submit_first(plan, script) == "7"
+    for words in (caplog.text, found.words):
+        assert [node for node in ("n0", "n1", "n2") if f"{node} (" in words.partition("waits for some of")[2]] == [
+            each.partition(" ")[0] for each in away
+        ]
+    assert found.level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("limits", "wrong"),
+    [
+        ("MaxTime=00:00:30", "is more than partition debug allows, 00:00:30"),
+        ("MaxNodes=0", "1 nodes are more than partition debug allows, 0"),
+        ("MinNodes=2", "1 nodes are fewer than partition debug asks for, 2"),
+        ("TotalNodes=0", "1 nodes are more than partition debug has, 0"),
+        ("MaxTime=UNLIMITED MaxNodes=UNLIMITED TotalNodes=1", None),
+    ],
+)
+def test_a_submit_refuses_what_the_limits_of_the_partition_never_let_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: str, wrong: str | None
+) -> None:
+    """`sbatch` queues such a job, and `sbatch --test-only` takes one of too long a time (Slurm 22.05)."""
+    shown = f"echo 'PartitionName=debug Default=YES {limits}'; echo 'PartitionName=other Default=NO'"
+    slurm = slurm_of(tmp_path, monkeypatch, sbatch="echo 7", scontrol=shown)
+    (tmp_path / "job").write_text("#!/bin/sh\n")
+    plan = replace(Plan.of(PLAN), log_folder=str(tmp_path))
+    for further in ({"qos": "long"}, {"partition": "other,debug"})[: 2 if "Total" not in limits else 0]:
+        lifted = replace(plan, sbatch_options=further)  # a QOS may lift a limit, and one of the partitions will do
+        assert slurm.submit_first(lifted, tmp_path / "job") == "7"
+    if wrong is None:
+        assert slurm.submit_first(plan, tmp_path / "job") == "7"
+        return
+    with pytest.raises(SchedulerError, match=wrong):
+        slurm.submit_first(plan, tmp_path / "job")
 
 
 def test_a_signal_is_the_ranks_and_never_the_batch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

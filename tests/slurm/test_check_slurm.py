@@ -77,6 +77,41 @@ def test_slurm_is_asked_about_the_very_job_and_nothing_is_queued(cluster: TestCl
     assert cluster.queue() == []
 
 
+def test_beside_a_drained_node_check_and_submit_refuse_what_no_state_of_the_nodes_lets_start(
+    cluster: TestCluster, workspace: Workspace
+) -> None:
+    """`sbatch --test-only` refuses whatever waits for the node, and `sbatch` queues most of it (Slurm 22.05)."""
+    cluster.run(["scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=maintenance"])
+    partition = ["scontrol", "update", "PartitionName=debug"]
+    path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
+    try:
+        for settings, limits in (
+            (["job.cpus_per_task=100"], []),
+            (["job.cpus_per_task=5"], []),  # two ranks of 5
+            (["job.nodes=5", "training.global_batch_size=20"], []),
+            (["job.gpus_per_node=9", "training.precision=bf16"], []),
+            (["job.mem=900G"], []),
+            (["job.nodes=4", "job.exclude=n0", GBS], []),
+            (["job.nodes=3", "training.global_batch_size=12"], ["MaxNodes=2"]),
+            (["job.time=2:00:00"], ["MaxTime=60"]),
+        ):
+            cluster.run([*partition, *(limits or ["MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])])
+            assert "error" in {found.level for found in looked(workspace, *settings)}, settings
+            with pytest.raises(SchedulerError):
+                submission.submit_run(resolve.load_run_config(path, settings))
+            assert cluster.queue() == [], settings
+        cluster.run([*partition, "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
+        four = ["job.nodes=4", "job.mem=1000M", GBS]
+        (waits,) = [found for found in looked(workspace, *four) if found.level != "ok"]
+        assert (waits.level, waits.words.endswith("the job waits for some of n3 (drained)")) == ("warning", True)
+        submission.submit_run(resolve.load_run_config(path, four))
+        assert {each.state for each in cluster.queue()} == {"PENDING"}  # with the fallback job
+        cluster.run(["scancel", *[each.id for each in cluster.queue()]])
+    finally:
+        cluster.run(["scontrol", "update", "NodeName=n3", "State=RESUME"])
+        cluster.run([*partition, "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
+
+
 def test_slurm_is_asked_about_the_job_of_an_evaluation_too(cluster: TestCluster, workspace: Workspace) -> None:
     """Its refusal would leave no word but in a log of the run, when training is over."""
     given = ("checkpoint.interval=10", "evaluation.interval=10", 'evaluation.command=[echo, "{results}"]')
@@ -151,3 +186,25 @@ def test_a_launcher_that_cannot_begin_says_so_in_slurms_output_and_in_status(
     done = cluster.run([sys.executable, "-m", "relayrun", "status"], cwd=checkout)
     assert f"refused: job {jobs[0]} (relayrun-demo), " in done.stdout
     assert "environment: MSB is no setting" in done.stdout
+
+
+def test_a_job_that_does_not_end_before_a_maintenance_waits_for_it(cluster: TestCluster, workspace: Workspace) -> None:
+    """Nodes of a reservation that has not begun are idle, and sbatch, which queues the job, refuses to test it."""
+    made = ["ReservationName=coming", "StartTime=now+300", "Duration=60", "Nodes=n2,n3", "Flags=MAINT", "Users=nobody"]
+    cluster.run(["scontrol", "create", "reservation", *made])
+    try:
+        (answer,) = (
+            each
+            for each in looked(workspace, "job.nodes=3", "job.time=30", "training.global_batch_size=12")
+            if each.name == "slurm.test"
+        )
+        assert answer.level == "warning"
+        assert "waits for some of n2 (reservation coming), n3" in answer.words
+        (answer,) = (
+            each
+            for each in looked(workspace, "job.nodes=2", "job.time=30", "training.global_batch_size=12")
+            if each.name == "slurm.test"
+        )
+        assert answer.level == "ok"
+    finally:
+        cluster.run(["scontrol", "delete", "ReservationName=coming"])

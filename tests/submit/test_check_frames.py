@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
@@ -79,7 +81,59 @@ def test_documents_without_an_end_are_a_warning_where_they_follow_each_other(wor
         file.rename(workspace.folder / "held" / file.name)
     record(workspace, eos=0)
     found = warnings(workspace, datasets=[str(workspace.folder / name) for name in ("data", "held")])
-    assert "some documents begin or end with another token than the others" in found[0]
+    assert found[-1] == (
+        "documents begin or end with other tokens: "
+        "data set 'train' (BOS none, EOS 0); data set 'train' (BOS none, EOS none)"
+    )
+
+
+def test_frames_are_compared_over_all_data_sets_and_validation_sets(workspace: Workspace) -> None:
+    other = Workspace.make(workspace.folder / "other", seed=2)
+    (workspace.folder / "a.jsonl").write_text('{"text": "w1 w2"}\n')
+    tokens, held = [str(workspace.folder / "data")], [str(other.folder / "data")]
+    a, b = {"path": tokens, "weight": 1}, {"path": held, "weight": 1}
+    stream = {"path": str(workspace.folder / "a.jsonl"), "source": "jsonl", "weight": 1}
+    window = {"document_window": BEST | {"drop_eod": True}, "order": "document-window"}
+    named = "data set 'a' (BOS 5, EOS 0); "
+    for mine, others, data, words in (
+        (5, None, {"mixture": {"a": a, "b": b}}, "data set 'b' (BOS none, EOS 0)"),
+        (5, None, {"mixture": {"a": a}, "validation": {"v": held}}, "validation 'v' (BOS none, EOS 0)"),
+        (5, 5, {"mixture": {"a": a, "s": stream}}, "data set 's' (BOS none, EOS 0)"),
+        (5, 5, {"mixture": {"a": a, "b": b}, "validation": {"v": held}}, None),
+        (None, None, {"mixture": {"a": a, "s": stream}}, None),
+        (None, None, {"mixture": {"a": a, "s": stream, "b": b | {"order": "window"}}} | window, "'b' (BOS none"),
+        (None, None, {"mixture": {"a": a, "s": stream}, "validation": {"v": held}} | window, None),
+        (6, None, {"mixture": {"a": a, "s": stream}, "validation": {"v": held}} | window, None),
+    ):
+        record(workspace, eos=0, bos=mine)
+        record(other, eos=0, bos=others)
+        found = warnings(workspace, datasets=[], **data)
+        assert len(found) == (words is not None), (data, found)
+        assert words is None or (found[0].startswith("documents begin or end") and words in found[0]), found
+        assert words is None or named in found[0] or "data set 'a', data set 's' (BOS 5, EOS 0); " in found[0], found
+
+
+def test_a_tokenizer_that_begins_a_text_wants_documents_that_begin_so(workspace: Workspace) -> None:
+    file = workspace.folder / "tokenizer.json"
+    plain, template = Tokenizer.from_file(str(file)), Tokenizer.from_file(str(file))
+    template.post_processor = processors.TemplateProcessing("w5 $A", "w5 $A w5 $B", [("w5", 5)])
+    ends = Tokenizer.from_file(str(file))
+    ends.post_processor = processors.TemplateProcessing("$A </s>", "$A $B </s>", [("</s>", 0)])
+    named = {"bos_token": "w5", "add_bos_token": True}
+    words = "the tokenizer begins a text with token 5, and documents of data set 'train' do not begin so"
+    for tokenizer, settings, bos, data, told in (
+        (plain, {"bos_token": "w5"}, None, {}, []),
+        (plain, named, None, {}, [words]),
+        (template, {}, None, {}, [words]),
+        (template, named, 5, {}, []),
+        (template, {}, None, {"order": "document-window", "document_window": BEST | {"drop_eod": True}}, []),
+        (ends, {}, None, {}, []),
+        (plain, {"add_bos_token": True}, None, {}, []),
+    ):
+        tokenizer.save(str(file))
+        (workspace.folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        record(workspace, eos=0, bos=bos)
+        assert warnings(workspace, **data) == told
 
 
 def test_a_window_of_a_stream_ends_with_one_token() -> None:

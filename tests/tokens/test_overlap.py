@@ -62,6 +62,10 @@ def test_documents_and_ngrams_are_those_of_brute_force(
     assert (found.documents, found.read, found.of) == (len(held_out), len(training), len(training))
     assert (found.same, found.ngram_share) == by_brute_force(held_out, training)
     assert measure_overlap(both[0], both[0], most=1 << 40).same == len(held_out)
+    grams = {tuple(text[i : i + NGRAM]) for text in training for i in range(len(text) - NGRAM + 1)}
+    known = [[tuple(text[i : i + NGRAM]) in grams for i in range(len(text) - NGRAM + 1)] for text in held_out]
+    pairs = zip(held_out, known, strict=True)
+    assert found.nearly == sum(sum(each) >= 0.95 * len(each) > 0 for text, each in pairs if text not in training)
 
 
 def test_a_large_set_is_sampled_evenly_and_the_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +102,15 @@ def test_the_command_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_check_says_how_much_of_a_validation_set_is_trained_on(tmp_path: Path) -> None:
     workspace, documents = Workspace.make(tmp_path), texts(1, 200)
     write(tmp_path / "train", documents)
-    for name, held_out, level in (("apart", texts(2, 20), "ok"), ("leak", [*texts(3, 20), documents[7]], "warning")):
+    others = texts(2, 20)
+    cases = {
+        "apart": (others, "ok", "0 of 20 documents and "),
+        "leak": ([*others, documents[7]], "warning", "1 of 21 documents and "),
+        "one token more": ([*others, [9, *documents[7]]], "warning", "0 of 21 documents (and 1 but for a few tokens)"),
+        "halves": ([documents[i][:30] + others[i][:15] for i in range(20)], "warning", "0 of 20 documents and 54.55%"),
+        "quotes": ([documents[i][:20] + others[i] for i in range(20)], "ok", "0 of 20 documents and 16.67%"),
+    }
+    for name, (held_out, level, words) in cases.items():
         write(tmp_path / name, held_out)
         data = {"datasets": [str(tmp_path / "train")], "validation": {"v": [str(tmp_path / name)]}}
         config = resolve.load_run_config(workspace.config("run", data={"allow_other_tokenizer": True} | data))
@@ -107,7 +119,7 @@ def test_the_check_says_how_much_of_a_validation_set_is_trained_on(tmp_path: Pat
         check_data(config, Run(workspace.folder / "run"), findings)
         (found,) = (finding for finding in findings.all if finding.name == "data.overlap")
         assert (found.level, found.words.startswith("validation 'v': ")) == (level, True)
-        assert f"{int(level == 'warning')} of {len(held_out)} documents and " in found.words
+        assert words in found.words
 
 
 def test_a_submit_keeps_what_the_check_measured(tmp_path: Path) -> None:

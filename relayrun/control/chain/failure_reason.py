@@ -178,8 +178,9 @@ def torchrun_logs(plan: Plan, started: AttemptStart) -> list[Path]:
 
 
 def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> bool:
-    """Return whether the attempt before failed at the same place of the program, and not for a node or a network."""
-    if said is None or not said.place or not {said.cause, said.name} & {"program", "configuration", "abort", *UNLISTED}:
+    """Return whether the attempt before failed at the same place of the program, not for a node, network or port."""
+    lasting = {"program", "configuration", "abort", *UNLISTED}
+    if said is None or not said.place or said.name == "port" or not {said.cause, said.name} & lasting:
         return False
     end = next((end for n in reversed(earlier) if (end := run.attempt(n).read_end()) is not None), None)
     return end is not None and not end.progress and end.failure_key == said.key

@@ -47,8 +47,11 @@ class SlurmHistory(JobHistory):
         if missing := set(job_ids) - {each.job_id for each in accounted}:
             accounted += _allocations_by_sacct(f"--jobs={','.join(sorted(missing))}", since)
         known = {each.job_id for each in accounted}
-        remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
-        accounted += [each for each in remembered if each.job_id not in known]
+        # the controller remembers a job for some minutes
+        command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
+        for row in [] if known >= set(job_ids) else _rows(command, 7):
+            if (each := _allocation_of_row(row, source="squeue")) is not None and each.job_id not in known:
+                accounted.append(each)
         return sorted(accounted, key=lambda each: each.start)
 
 
@@ -187,11 +190,6 @@ def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
             resized = [*found[at].resized, (each.start, each.nodes)]
             found[at] = replace(found[at], end=each.end, state=each.state, resized=resized)
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
-
-
-def _allocations_by_controller(plan: Plan) -> list[Allocation]:
-    command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
-    return [each for row in _rows(command, 7) if (each := _allocation_of_row(row, source="squeue")) is not None]
 
 
 def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:

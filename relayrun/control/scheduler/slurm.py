@@ -48,9 +48,10 @@ from relayrun.control.scheduler.slurm_commands import (
 from relayrun.control.scheduler.slurm_nodes import (
     NODES_TEST_SECONDS,
     SlurmNodes,
+    chosen_partitions,
+    exceeded_limits,
+    first_test,
     minimum_changes,
-    says_too_few_nodes,
-    unusable_nodes,
 )
 from relayrun.errors import ConfigError, SchedulerError, user_name
 from relayrun.slurmtime import format_time
@@ -212,23 +213,17 @@ class Slurm(SlurmCommands, Scheduler):
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
-        try:
-            self.test(script)
-        except SchedulerError as error:
-            if plan.spare_nodes and says_too_few_nodes(error):
-                error.hint = (
-                    f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
-                    "set job.spare_nodes to fewer"
-                )
-                raise
-            if not (away := unusable_nodes(self, error)):
-                raise
-            log.warning("too few nodes can be used now; the job waits for some of %s", ", ".join(away))
+        chosen = chosen_partitions(self.partitions(), plan.sbatch_options.get("partition"))
+        if "qos" not in plan.sbatch_options and (exceeded := exceeded_limits(chosen, plan)):  # a QOS may lift them
+            raise SchedulerError(exceeded[0][1])
+        tested = [first_test(self, script, {}, plan.spare_nodes)]
         try:
             if evaluation is not None:
-                self.test(evaluation)
+                tested.append(first_test(self, evaluation, {}, 0))
         except SchedulerError as error:  # else the results would be missing and only a log would say why
             raise SchedulerError(f"the job of an evaluation: {error.message}", hint="change evaluation.job") from None
+        for warning in filter(None, [warning for _, warning in tested]):
+            log.warning("%s", warning)
         return self.submit(plan, script, options={})
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
@@ -496,7 +491,9 @@ class SlurmFallbackJobs(FallbackJobs):
         small = _option_words({option: options[option] for option in FALLBACK_OPTIONS if options.get(option)})
         whole = _option_words({option: value for option, value in options.items() if option not in TIME_OPTIONS})
         try:  # sbatch queues a job that no partition or site ever lets start
-            if self._too_small(options.get("partition")):
+            # on Slurm 26.05 `sbatch --test-only` does not say that a partition requires several nodes
+            taken = chosen_partitions(self._slurm.partitions(), options.get("partition"))
+            if taken and all(int(row.get("MinNodes") or 1) > 1 for row in taken):
                 raise SchedulerError("a job of one node never starts in its partition")
             self._slurm.order(["sbatch", "--test-only", limited, *small, str(script)])
             return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_order_comment(order))
@@ -504,13 +501,6 @@ class SlurmFallbackJobs(FallbackJobs):
             raise
         except SchedulerError:  # a site may require GPUs or several nodes for every job
             return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_order_comment(order))
-
-    def _too_small(self, partition: str | None) -> bool:
-        """True if the job's partitions require several nodes. On Slurm 26.05 `sbatch --test-only` does not say so."""
-        names = partition.split(",") if partition else []
-        rows = self._slurm.partitions()
-        taken = [row for row in rows if (row["PartitionName"] in names if names else row.get("Default") == "YES")]
-        return bool(taken) and all(int(row.get("MinNodes") or 1) > 1 for row in taken)
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         self._slurm.update_job(job_id, f"Dependency=afternotok:{order.job_id}", f"Comment={_order_comment(order)}")

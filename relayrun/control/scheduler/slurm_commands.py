@@ -35,26 +35,27 @@ log = logging.getLogger(__name__)
 def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
     """True if one of these options requests GPUs; `--gpus-per-node` must not be given beside it."""
     by_name = any(name in options for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
-    listed = f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}"
-    return by_name or any(_is_gpu_resource(part) and not _NO_GPU.search(part) for part in listed.split(","))
+    return by_name or count_gpus(f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}") > 0
+
+
+def count_gpus(gres: str) -> int:
+    """Return the GPUs in `gpu:4`, `gres/gpu=4`, `gpu:a100:4(S:0-1),nvme:1`, or `gpu`."""
+    return sum(int(count or 1) for count in _GPUS.findall(gres))
+
+
+_GPUS = re.compile(r"\bgpu(?:[:=][^:=,(]*[a-zA-Z][^:=,(]*)?(?:[:=](\d+))?(?=[,(]|$)")
 
 
 def gres_with_gpus(gres: str, gpus: str) -> str:
     """Return `gres` with other GPUs, a number or type and number; 0: without GPUs. A bare number keeps the type."""
     parts = []
     for part in gres.split(","):
-        if not _is_gpu_resource(part):
+        if not re.match(r"(gres[/:])?gpu\b", part):
             parts.append(part)
         elif gpus != "0":
             kind = [word for word in part.partition("(")[0].split(":")[1:] if not word.isdecimal()]
             parts.append(":".join(["gpu", *(kind if gpus.isdecimal() else []), gpus]))
     return ",".join(parts)
-
-
-def gpus_of_gres(gres: str) -> int | None:
-    """Return the GPUs of a node that `gres` asks for; None if it names none."""
-    words = [part.partition("(")[0].split(":") for part in gres.split(",") if _is_gpu_resource(part)]
-    return sum(int(each[-1]) if each[-1].isdecimal() else 1 for each in words) if words else None
 
 
 def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str | None]) -> dict[str, str]:
@@ -65,14 +66,6 @@ def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str
         if gres := script.get("gres"):
             found["gres"] = gres_with_gpus(gres, gpus)
     return found
-
-
-_NO_GPU = re.compile(r"[:=]0(\(.*)?$")
-"""`gpu:0` and its longer forms, which request nothing."""
-
-
-def _is_gpu_resource(part: str) -> bool:
-    return re.match(r"(gres[/:])?gpu\b", part) is not None
 
 
 _MEMORY_VARIABLES = {"SLURM_MEM_PER_CPU": "mem-per-cpu", "SLURM_MEM_PER_NODE": "mem", "SLURM_MEM_PER_GPU": ""}

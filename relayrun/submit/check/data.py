@@ -44,7 +44,7 @@ from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import ShardRecords, ShardWriter
 from relayrun.tokens.stores.urls import is_url
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import first_token, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
@@ -207,8 +207,8 @@ FEW_EPOCHS = 4.0
 """Epochs above which a check warns: up to here repeated tokens are worth nearly as much as new ones
 (arXiv 2305.16264)."""
 VERIFY_COMMAND = "relayrun mixture verify"
-_OVERLAP_TOKENS, _MOST_OVERLAP = 500_000, 0.01
-"""Tokens of each set that a check compares, and the share of held-out documents in training that is no warning."""
+_OVERLAP_TOKENS = 500_000
+"""Tokens of each set that a check compares."""
 
 
 def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
@@ -278,13 +278,10 @@ def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> 
         every = [shards for _, shards in iterate_data_sets(manifest, None) if not shards.files]
         if not every:
             return
-        findings.ok(
-            "data.shards",
-            f"{count_noun(sum(len(shards.shards) for shards in every), 'shard')} with "
-            f"{sum(shards.tokens for shards in every):,} tokens in "
-            f"{count_noun(len(every) - len(manifest.validation), 'data set')} and "
-            f"{count_noun(len(manifest.validation), 'validation set')}",
-        )
+        held_out, tokens = len(manifest.validation), sum(shards.tokens for shards in every)
+        words = f"{count_noun(sum(len(shards.shards) for shards in every), 'shard')} with {tokens:,} tokens in "
+        words += f"{count_noun(len(every) - held_out, 'data set')} and {count_noun(held_out, 'validation set')}"
+        findings.ok("data.shards", words)
 
 
 def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], findings: Findings) -> None:
@@ -310,21 +307,20 @@ def _check_overlap(config: RunConfig, manifest: Manifest, training: list[str], f
             with findings.catching(subject):
                 found = measure_overlap(first, second, most=_OVERLAP_TOKENS)
                 remedy = "`relayrun data overlap` reads more of both; leave such documents out of one of them"
-                tell = findings.warn if found.same > _MOST_OVERLAP * found.documents else findings.ok
+                tell = findings.warn if found.large else findings.ok
                 tell(subject, f"{what}: {found} of {where}", setting="data", remedy=remedy)
 
 
 def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
-    """Warn of documents that begin or end with a token twice or never, by what the records of the shards say."""
+    """Warn of documents that begin or end with a token twice or never, or unlike those of another set, by what the
+    records of the shards say."""
     data, records = config.data, ShardRecords()
     cuts = {f"data set {name!r}": (manifest.datasets[name], data.cut_by_document.get(name)) for name in data.sources}
     held_out = {f"validation {name!r}": (shards, data.validation_cut) for name, shards in manifest.validation.items()}
+    framed: dict[tuple[int | None, int | None], list[str]] = {}
     for what, (shards, cut) in (cuts | held_out).items():
         known = (records.of(shard.prefix) for shard in shards.shards)
         frames = {(each.made.bos, each.made.eos) for each in known if each is not None and each.made is not None}
-        if len(frames) > 1:
-            words = "some documents begin or end with another token than the others, or with none, by their records"
-            findings.warn("data.frames", f"{what}: {words}", remedy="tokenize all of them alike")
         end = None if cut is None or cut.eos is False else manifest.eod if cut.eos is True else cut.eos
         for bos, eos in sorted(frames, key=str):
             remedy, words = "set document_window.drop_eod: true", ""
@@ -341,6 +337,18 @@ def _check_frames(config: RunConfig, manifest: Manifest, findings: Findings) -> 
                 remedy = "leave document_window.bos out, or tokenize them without --bos"
             if words:
                 findings.warn("data.frames", f"{what}: {words}", setting="data.document_window", remedy=remedy)
+        for bos, eos in sorted(frames | ({(None, manifest.eod)} if shards.files else set()), key=str):
+            last = end if end is not None or (cut is not None and cut.drop_eod) else eos
+            framed.setdefault((bos if cut is None or cut.bos is None else cut.bos, last), []).append(what)
+    remedy = "tokenize all alike, with --bos if data.tokenizer begins a text so; a stream takes document_window.bos"
+    if len(framed) > 1:
+        frame = [f"BOS {bos}, EOS {eos}".replace("None", "none") for bos, eos in framed]
+        words = "; ".join(f"{first_names(sets)} ({each})" for each, sets in zip(frame, framed.values(), strict=True))
+        findings.warn("data.frames", f"documents begin or end with other tokens: {words}", remedy=remedy)
+    first = first_token(data.tokenizer) if framed else None
+    if first is not None and (bare := [what for (bos, _), sets in framed.items() if bos != first for what in sets]):
+        words = f"the tokenizer begins a text with token {first}, and documents of {first_names(bare)} do not begin so"
+        findings.warn("data.frames", words, setting="data.tokenizer", remedy=remedy)
 
 
 def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
@@ -352,12 +360,9 @@ def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -
         common = os.path.commonprefix([file.path for file in files])  # noqa: RUF071 - of URLs, too
         front = common.rfind("/", 0, common.rfind("/")) + 1  # the folder above that of all files
         splits |= {file.path: held_out_split(file.path[front:]) for file in files}
-        findings.ok(
-            "data.streams",
-            f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
-            f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
-            setting="data.lanes",
-        )
+        words = f"data set {name!r}: {count_noun(len(files), config.data.sources[name].source + ' file')} with "
+        words += f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes"
+        findings.ok("data.streams", words, setting="data.lanes")
     if len(set(splits.values())) > 1:
         held = [path for path, split in splits.items() if split]
         words = f"by their names, files of a {splits[held[0]]} set are trained on beside others: {first_names(held)}"
@@ -404,12 +409,9 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
             remedy = "set data.tokenizer to the one that made it"
             findings.refuse("data.ids", words, where=prefix, setting="data.tokenizer", remedy=remedy)
     if known < len(every):
-        findings.skip(
-            "data.ids",
-            f"the ids of {len(every) - known:,} of {len(every):,} shards were not compared with the vocabulary of "
-            f"{size:,}: their records do not name the largest (of shards without a record, "
-            f"{MAX_SAMPLED_SHARDS} a data set were "
-            f"looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer {config.data.tokenizer}",
-        )
+        words = f"the ids of {len(every) - known:,} of {len(every):,} shards were not compared with the vocabulary of "
+        words += f"{size:,}: their records do not name the largest (of shards without a record, {MAX_SAMPLED_SHARDS} a "
+        words += f"data set were looked at). This reads them all: {VERIFY_COMMAND} FOLDER --tokenizer "
+        findings.skip("data.ids", words + config.data.tokenizer)
     elif known:
         findings.ok("data.ids", f"the largest id on record of each of {known:,} shards lies below {size:,}")

@@ -112,13 +112,10 @@ def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
     """Raise RunDirError if an attempt of the plan's owner may live."""
     sign = chain_state.newest_life_sign(run, plan, now=now)
     if sign is not None:
-        raise RunDirError(
-            f"attempt {sign.attempt}, in a job of {user_name(plan.owner)}, "
-            f"gave a sign of life {max(sign.age, 0.0):.0f} s ago",
-            where=run.path,
-            hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {sign.patience:.0f} s "
-            "it counts as gone",
-        )
+        job, age = f"attempt {sign.attempt}, in a job of {user_name(plan.owner)}", max(sign.age, 0.0)
+        hint = f"end it after a checkpoint with `relayrun stop {run.path}`; "
+        hint += f"without a sign for {sign.patience:.0f} s it counts as gone"
+        raise RunDirError(f"{job}, gave a sign of life {age:.0f} s ago", where=run.path, hint=hint)
 
 
 def refuse_unwritable_run(run: Run) -> None:
@@ -229,11 +226,9 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> bool:
     start, save = min(starts), min(saves, default=0.0)
     leaving = max(save, plan.min_grace_period)
     if start + leaving >= plan.time_limit:
-        raise ConfigError(
-            f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "
-            f"{leaving:.0f} s): nothing of {limit} is left to train in",
-            hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
-        )
+        words = f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s "
+        words += f"(leaving is given {leaving:.0f} s): nothing of {limit} is left to train in"
+        raise ConfigError(words, hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more")
     return True
 
 

@@ -109,10 +109,11 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
     for name, setting in settings.items():
         given, flag = os.environ.get(name, ""), merged.find(FLAG_OF_SETTING.get(setting, ""))
         if given and flag is not None and flag.source.startswith(f"{file}:") and not _is_same_value(given, runs[name]):
-            words = f"{name}={given} is given, and this file says {flag.text}"
-            findings.refuse(
-                LAUNCHER_FINDING, words, where=flag.source, remedy=f"leave {name} empty, or change the file"
+            words, remedy = (
+                f"{name}={given} is given, and this file says {flag.text}",
+                f"leave {name} empty, or change the file",
             )
+            findings.refuse(LAUNCHER_FINDING, words, where=flag.source, remedy=remedy)
 
 
 def _is_literal(launcher: Launcher, name: str) -> bool:
@@ -129,15 +130,12 @@ def _compare_constant(
     hidden = SECRET_WORD.search(name) is not None
     has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
     if yours is None:
-        words, remedy = (
-            f"{name} is computed, and no line of this file runs: {has}",
-            f"write its value here; {setting} sets that of the run",
-        )
+        words = f"{name} is computed, and no line of this file runs: {has}"
+        remedy = f"write its value here; {setting} sets that of the run"
     else:
         words = f"{name}={'***' if hidden else yours} is not what runs: {has}"
-        remedy = (
-            f"set {setting}{'' if setting.startswith('cluster.') else f' ({name})'}, or let this line say what runs"
-        )
+        variable = "" if setting.startswith("cluster.") else f" ({name})"
+        remedy = f"set {setting}{variable}, or let this line say what runs"
     findings.refuse(LAUNCHER_FINDING, words, where=where, remedy=remedy)
 
 
@@ -164,9 +162,8 @@ def _check_header(
     for name, (yours, line) in sbatch_options(file.read_text(encoding="utf-8")).items():
         said = f"--{name}" + ("" if yours is None else f"={yours}")
         if name in CHAIN_OPTIONS:
-            findings.ok(
-                LAUNCHER_FINDING, f"{file}:{line}: {said} is the chain's own, and is left out: {SETTINGS_INSTEAD[name]}"
-            )
+            words = f"{said} is the chain's own, and is left out: {SETTINGS_INSTEAD[name]}"
+            findings.ok(LAUNCHER_FINDING, f"{file}:{line}: {words}")
         elif name not in given or not _is_same_option(name, yours, given[name]):
             has = "no such option" if name not in given else given[name] or "it without a value"
             container = "set cluster.container={runtime: edf, image: ...}"
@@ -235,11 +232,8 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         tell(name, refusal.words, where=refusal.source, remedy=refusal.hint)
     number, version = count_noun(len(line.merged.flags), "flag"), line.checkout.version
     if not said.certain:
-        findings.skip(
-            name,
-            f"{version}: its own parser could not be asked ({said.unavailable}), so its text was searched for "
-            f"{number}; the job asks the parser, and ends the chain where it refuses one",
-        )
+        how = f"its own parser could not be asked ({said.unavailable}), so its text was searched for {number}"
+        findings.skip(name, f"{version}: {how}; the job asks the parser, and ends the chain where it refuses one")
     elif not said.refusals:
         tell, together = findings.ok, "and its validation takes them together"
         if said.lacking:
@@ -252,34 +246,28 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
     """Warn of flags with which the chain cannot do all of its work."""
     if line.merged.find("profile") is not None and line.checkout.dialect is MegatronDialect.SWISS_AI:
-        findings.warn(
-            "megatron_lm.profile",
+        words = (
             "with --profile this checkout takes no signal: relayrun asks it by its own files; where Slurm alone asks, "
-            "the attempt does not save, and the next one goes on from its last checkpoint",
-            setting="debug.profile",
-            remedy="profile in a run of its own, with checkpoint.interval below what may be lost",
         )
+        words += "the attempt does not save, and the next one goes on from its last checkpoint"
+        remedy = "profile in a run of its own, with checkpoint.interval below what may be lost"
+        findings.warn("megatron_lm.profile", words, setting="debug.profile", remedy=remedy)
     stages, impl = line.merged.find("pipeline-model-parallel-size"), line.merged.find("transformer-impl")
     norm_first = line.merged.find("post-layer-norm") or line.merged.find("multi-latent-attention")
     norm_first = impl if impl is not None and impl.values == ("local",) else norm_first
     swiss_stages = line.checkout.dialect is MegatronDialect.SWISS_AI and stages is not None and stages.values != ("1",)
     if norm_first is not None and swiss_stages:
-        findings.warn(
-            "megatron_lm.weight_decay",
-            f"with {norm_first.text} on several pipeline stages, this checkout swaps the weight decay of norms and "
-            "matrices of the later stages when it loads",
-            where=norm_first.source,
-            remedy="take one pipeline stage, or NVIDIA's core 0.16; `relayrun help megatron-flags` says why",
-        )
+        words = f"with {norm_first.text} on several pipeline stages, this checkout swaps the weight decay of norms and "
+        words += "matrices of the later stages when it loads"
+        remedy = "take one pipeline stage, or NVIDIA's core 0.16; `relayrun help megatron-flags` says why"
+        findings.warn("megatron_lm.weight_decay", words, where=norm_first.source, remedy=remedy)
     interval = line.merged.find("log-interval")
     if interval is not None and interval.values != ("1",):
-        findings.warn(
-            "megatron_lm.log",
+        words = (
             f"{interval.text}: the chain sees only those iterations, and chain.hang_timeout must be longer than the "
-            "time between two of them",
-            where=interval.source,
-            remedy="leave log-interval out",
         )
+        words += "time between two of them"
+        findings.warn("megatron_lm.log", words, where=interval.source, remedy="leave log-interval out")
     if twice := line.repeated_saves:
         words = f"iteration {twice[0]} is saved twice, over itself: by --save-interval, and before the batch size grows"
         remedy = "take an interval that no step of the ramp ends with"

@@ -87,25 +87,20 @@ def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
 def _check_progress(config: CommandConfig, findings: Findings) -> None:
     """Say how the chain learns of iterations and checkpoints."""
     command, rule = config.command, config.command.checkpoint
-    if command.progress is None and command.progress_file is not None:
-        findings.assume(
-            "command.progress",
-            f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
-            setting="command.progress_file",
-        )
-    elif command.progress is None:
-        findings.assume(
-            "command.progress",
-            "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
-            f"it is ended when it prints nothing new for {config.chain.start_timeout} s (chain.start_timeout)",
+    setting, then = None, ""
+    if command.progress is not None:
+        setting, groups = "command.progress", ", ".join(re.compile(command.progress).groupindex)
+        said = f"lines that match have {groups}; whether it prints such lines"
+    elif command.progress_file is not None:
+        setting, said = (
+            "command.progress_file",
+            f"its iterations are read from {command.progress_file}; whether it writes that",
         )
     else:
-        groups = ", ".join(re.compile(command.progress).groupindex)
-        findings.assume(
-            "command.progress",
-            f"lines that match have {groups}; whether it prints such lines is not known before it runs",
-            setting="command.progress",
-        )
+        said = "it is to say its iterations by relayrun.client; whether it does"
+        then = f". Without, it is ended when it prints nothing new for {config.chain.start_timeout} s "
+        then += "(chain.start_timeout)"
+    findings.assume("command.progress", f"{said} is not known before it runs{then}", setting=setting)
     ways = {
         "up to the one that {} names": rule.tracker,
         "once {} is there; that it is written last is taken on trust": rule.whole_when,
@@ -247,12 +242,10 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], own: Mapping[
             findings.refuse("node.python", f"{python} does not start: {answer}", setting=setting)
             return
         missing, version = answer["missing"], answer["version"]
+    is_python = f"{python} is Python {version[0]}.{version[1]}"
     if tuple(version) < OLDEST_PYTHON:
-        findings.refuse(
-            "node.python",
-            f"{python} is Python {version[0]}.{version[1]}, and relayrun needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
-            setting=setting,
-        )
+        words = f"{is_python}, and relayrun needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}"
+        findings.refuse("node.python", words, setting=setting)
     elif missing:
         how = findings.warn if cluster.modules else findings.refuse
         words = f"{python} has no {', '.join(missing)}, which the ranks import"
@@ -264,7 +257,7 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], own: Mapping[
         remedy += "PYTHONPATH in cluster.environment" + ("; the modules may bring it" if cluster.modules else "")
         how("node.packages", words, setting=setting, value=python, remedy=remedy)
     else:
-        findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
+        findings.ok("node.python", f"{is_python} and has what the ranks import")
 
 
 def _check_script(config: CommandConfig, findings: Findings) -> None:
@@ -342,9 +335,8 @@ def _check_modules(config: CommonConfig, findings: Findings) -> None:
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
     done = run_python(["bash", "-lc", script, "bash", *names], {}, limit=ANSWER_SECONDS)
     if done is None or isinstance(done, str) or done.returncode == 99:
-        findings.warn(
-            "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
-        )
+        words = "there is no `module` here: whether the nodes have them is not known"
+        findings.warn("node.modules", words, setting=setting)
     elif done.returncode:
         findings.warn("node.modules", "`module is-avail` does not know all of them here", setting=setting)
     else:
@@ -357,11 +349,9 @@ def _check_evaluation(config: CommonConfig) -> None:
         return
     scored = settings.tasks or settings.command
     if isinstance(config, RunConfig) and not scored and not config.data.validation and not config.data.split:
-        raise ConfigError(
-            "there is nothing to evaluate on: neither tasks, nor a command, nor a validation set",
-            where="evaluation",
-            hint="name tasks of lm-evaluation-harness, or set evaluation.command or data.validation",
-        )
+        hint = "name tasks of lm-evaluation-harness, or set evaluation.command or data.validation"
+        nothing = "there is nothing to evaluate on: neither tasks, nor a command, nor a validation set"
+        raise ConfigError(nothing, where="evaluation", hint=hint)
     # another Python's packages are not known here
     if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
         hint = "pip install 'relayrun[evaluate]', or name no tasks"
@@ -400,12 +390,11 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]], 
         raise ConfigError(words, where="job.gpus_per_node", hint=f"set {others}")
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
-        raise ConfigError(
-            f"{names} needs TransformerEngine, which this Python does not have "
-            f"and cluster {cluster.name!r} does not declare",
-            where=f"configs/clusters/{cluster.name}.yaml",
-            hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
+        words = (
+            f"{names} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
         )
+        hint = f"set transformer_engine: true there if the ranks' container has it, or set {others}"
+        raise ConfigError(f"{words}declare", where=f"configs/clusters/{cluster.name}.yaml", hint=hint)
     if here:
         findings.ok("node.transformer_engine", "this Python has TransformerEngine")
     else:

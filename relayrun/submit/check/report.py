@@ -149,10 +149,8 @@ def _check_host_memory(future: Forecast, findings: Findings) -> None:
     there, needed = future.config.job.mem_bytes, future.host_copies
     if not there or not needed:
         return
-    words = (
-        f"copies of saves take {format_bytes(needed)} of a node's memory by formula, of "
-        f"{format_bytes(there)} in job.mem"
-    )
+    words = f"copies of saves take {format_bytes(needed)} of a node's memory by formula"
+    words += f", of {format_bytes(there)} in job.mem"
     if needed > USABLE_GPU_MEMORY * there:
         remedy = "ask for more memory, take more nodes, or set checkpoint.async_save=false"
         findings.warn("memory.host", words, setting="job.mem", value=needed, remedy=remedy)

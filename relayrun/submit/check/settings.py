@@ -197,12 +197,10 @@ def _layout(config: RunConfig, findings: Findings) -> None:
     experts = f", experts over {split} of them" if split > 1 else ""
     if parallel.expert_tensor_size != parallel.tensor_model_parallel_size:
         experts += f", each expert over {parallel.expert_tensor_size}"
-    findings.ok(
-        "settings.layout",
-        f"{config.world_size} ranks: tensor {parallel.tensor_model_parallel_size} x pipeline "
-        f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data "
-        f"{config.data_parallel_size}{experts}; {micro} micro-batches an iteration and rank",
-    )
+    words = f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
+    words += f"context {parallel.context_parallel_size} x data {config.data_parallel_size}{experts}"
+    words += f"; {micro} micro-batches an iteration and rank"
+    findings.ok("settings.layout", f"{config.world_size} ranks: {words}")
 
 
 WANDB_KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")

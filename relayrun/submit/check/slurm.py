@@ -19,9 +19,8 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import NoAnswerError
-from relayrun.control.scheduler.slurm_nodes import unusable_nodes
+from relayrun.control.scheduler.slurm_nodes import chosen_partitions, exceeded_limits, first_test
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import sbatch_options
 
@@ -58,8 +57,9 @@ def refuse_job_settings(config: CommonConfig) -> None:
     Bash cannot read."""
     check_setup_lines(config.job.setup, where="job.setup")
     if batch_system(config.cluster.scheduler).slurm:
-        gpus = slurm_commands.gpus_of_gres(str(config.job.sbatch.get("gres", "")))
-        if gpus is not None and gpus < config.job.gpus_per_node:
+        gres = str(config.job.sbatch.get("gres", ""))
+        gpus = slurm_commands.count_gpus(gres)
+        if slurm_commands.asks_for_gpus({"gres": gres}) and gpus < config.job.gpus_per_node:
             words = f"asks for {gpus} GPUs of a node, and job.gpus_per_node is {config.job.gpus_per_node}"
             raise ConfigError(words, where="job.sbatch.gres", hint="give both the same number, or `gres: false`")
         slurm_commands.check_sbatch_options(config.job.sbatch, where="job.sbatch")
@@ -83,13 +83,19 @@ def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluatio
     # relayrun's own sbatch is started without them: they are in its script
     options = {} if isinstance(script, str) else sbatch_options_from_environment(os.environ)
     _limits(partitions, plan, options.get("partition") or plan.sbatch_options.get("partition"), findings)
-    _test_job(slurm, script, options, findings)
+    _test_job(slurm, script, options, findings, spare_nodes=plan.spare_nodes)
     if evaluation is not None:
         _test_job(slurm, evaluation, {}, findings, of="evaluation")
 
 
 def _test_job(
-    slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings, *, of: str | None = None
+    slurm: Slurm,
+    script: str | Path,
+    options: Mapping[str, str],
+    findings: Findings,
+    *,
+    of: str | None = None,
+    spare_nodes: int = 0,
 ) -> None:
     """`of`: the section whose jobs these are; None: the run's own."""
     name, section, whose = ("slurm.test", "job", "") if of is None else (f"slurm.{of}", f"{of}.job", f"{of}: ")
@@ -99,55 +105,37 @@ def _test_job(
             file.flush()
         path = Path(file.name) if isinstance(script, str) else script
         try:
-            answer = slurm.test(path, options)
+            answer, warning = first_test(slurm, path, options, spare_nodes)
         except NoAnswerError as error:
             findings.warn(name, f"{whose}Slurm does not answer: {error.message}", remedy="ask again later")
         except SchedulerError as error:
-            if away := unusable_nodes(slurm, error):
-                words = "too few nodes can be used now; a job that fits the cluster waits for some of"
-                findings.warn(name, f"{whose}{words} {', '.join(away)}")
-                return
-            remedy = f"change {section}, or the job section of the cluster"
+            remedy = error.hint or f"change {section}, or the job section of the cluster"
             findings.refuse(name, whose + error.message, remedy=remedy)
         else:
-            findings.ok(name, whose + (" ".join(answer.split()) or "sbatch --test-only takes the job"))
+            tell = findings.warn if warning else findings.ok
+            tell(name, whose + (warning or answer or "sbatch --test-only takes the job"))
 
 
 def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, findings: Findings) -> None:
     """Compare nodes and time with MaxNodes, MinNodes and MaxTime: Slurm may queue such a job, and never start it."""
-    if asked is None:
-        chosen = [found for found in partitions if found.get("Default") == "YES"]
-        if not chosen:
-            words = "no partition is named, and this Slurm has no default one"
-            findings.warn("slurm.partition", words, setting="job.partition")
-    else:
-        names = asked.split(",")
-        chosen = [found for found in partitions if found["PartitionName"] in names]
-        if unknown := set(names) - {found["PartitionName"] for found in partitions}:
-            known = ", ".join(found["PartitionName"] for found in partitions)
-            words = f"there is no partition {', '.join(sorted(unknown))}; there are: {known}"
-            findings.refuse("slurm.partition", words, setting="job.partition")
+    names = asked.split(",") if asked else []
+    chosen = chosen_partitions(partitions, asked)
+    if not names and not chosen:
+        words = "no partition is named, and this Slurm has no default one"
+        findings.warn("slurm.partition", words, setting="job.partition")
+    if unknown := set(names) - {found["PartitionName"] for found in partitions}:
+        known = ", ".join(found["PartitionName"] for found in partitions)
+        words = f"there is no partition {', '.join(sorted(unknown))}; there are: {known}"
+        findings.refuse("slurm.partition", words, setting="job.partition")
+    exceeded = exceeded_limits(chosen, plan)
+    for setting, words in exceeded:
+        remedy = "lower job.time: a chain goes on in the next job" if setting == "job.time" else None
+        tell = findings.warn if "qos" in plan.sbatch_options else findings.refuse
+        tell(setting.replace("job", "slurm"), words, setting=setting, remedy=remedy)
     for found in chosen:
-        _limit(found, plan, findings)
-
-
-def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
-    name, before = partition["PartitionName"], len(findings.all)
-    limit = partition.get("MaxTime", "UNLIMITED")
-    if limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit):
-        longer = f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}"
-        remedy = "lower job.time: a chain goes on in the next job"
-        findings.refuse("slurm.time", longer, setting="job.time", remedy=remedy)
-    nodes, most = plan.nodes_of_job, partition.get("MaxNodes", "UNLIMITED")
-    least, there = partition.get("MinNodes", "0"), partition.get("TotalNodes", "")
-    wrong = {
-        f"more than partition {name} allows, {most}": most.isdecimal() and nodes > int(most),
-        f"fewer than partition {name} asks for, {least}": least.isdecimal() and nodes < int(least),
-        f"more than partition {name} has, {there}": there.isdecimal() and nodes > int(there),
-    }
-    for words in (words for words, found in wrong.items() if found):
-        findings.refuse("slurm.nodes", f"{nodes} nodes are {words}", setting="job.nodes")
-    if (state := partition.get("State", "UP")) != "UP":
-        findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")
-    if len(findings.all) == before:
-        findings.ok("slurm.partition", f"partition {name}: MaxTime {limit}, MaxNodes {most}, {there or '?'} nodes")
+        name, state = found["PartitionName"], found.get("State", "UP")
+        limits = f"MaxTime {found.get('MaxTime', 'UNLIMITED')}, MaxNodes {found.get('MaxNodes', 'UNLIMITED')}"
+        if state != "UP":
+            findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")
+        elif not exceeded:
+            findings.ok("slurm.partition", f"partition {name}: {limits}, {found.get('TotalNodes') or '?'} nodes")

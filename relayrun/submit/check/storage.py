@@ -103,10 +103,8 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
     already = sum(file_size(path) for path in run.checkpoints.glob("iter_*/*"))
     one, kept = forecast.checkpoint.bytes, forecast.checkpoint.most_bytes
     name = "storage.space"
-    words = (
-        f"{format_bytes(free)} free below {place}; a checkpoint has {format_bytes(one)}, all that are kept "
-        f"{format_bytes(kept)}"
-    )
+    words = f"{format_bytes(free)} free below {place}; "
+    words += f"a checkpoint has {format_bytes(one)}, all that are kept {format_bytes(kept)}"
     if free + already < one:
         remedy = "free some space, or set run_dir to another file system"
         findings.refuse(name, f"{words}: not one fits", where=place, value=free, remedy=remedy)

@@ -33,6 +33,8 @@ class Overlap:
     """Documents of the first set that were compared."""
     same: int
     """Compared documents that stand whole in the second set."""
+    nearly: int
+    """Compared documents that do not, but of whose n-grams at least 95% stand there."""
     ngram_share: float
     """Share of their n-grams that stand in the second set."""
     read: int
@@ -40,9 +42,16 @@ class Overlap:
     of: int
     """All documents of the second set."""
 
+    @property
+    def large(self) -> bool:
+        """True for a copy of the text: more than 1% of the documents, but for a few tokens, or half of the n-grams. Of
+        separate prose below 2% of the n-grams stand in other text, of program code up to a third."""
+        return self.same + self.nearly > 0.01 * self.documents or self.ngram_share > 0.5
+
     def __str__(self) -> str:
-        words = f"{self.same:,} of {self.documents:,} documents and {self.ngram_share:.2%} of their {NGRAM}-grams"
-        return f"{words} stand in {self.read:,} of {self.of:,} documents"
+        nearly = f" (and {self.nearly:,} but for a few tokens)" if self.nearly else ""
+        words = f"{self.same:,} of {self.documents:,} documents{nearly} and {self.ngram_share:.2%} of their"
+        return f"{words} {NGRAM}-grams stand in {self.read:,} of {self.of:,} documents"
 
 
 def measure_overlap(first: Sequence[str], second: Sequence[str], *, most: int) -> Overlap:
@@ -53,12 +62,12 @@ def measure_overlap(first: Sequence[str], second: Sequence[str], *, most: int) -
     if len({each.ids for each in made}) > 1:
         raise InputError("the shards of two tokenizers cannot be compared", where=second[0])
     frames = [token for token in {i for each in made for i in (each.bos, each.eos)} if token is not None]
-    read = [(_digests(*block), _ngrams(*block)) for block in _documents(first, most, frames)]
-    texts = [text for digests, _ in read for text in digests]
+    read = [(_digests(*block), _ngrams(*block), np.diff(block[1])) for block in _documents(first, most, frames)]
+    texts = [text for digests, *_ in read for text in digests]
     if not texts:
         raise InputError("there is no document to compare", where=first[0])
     # with one more, so that there is a place for every hash
-    ngrams, counts = np.unique(np.concatenate([[np.uint64(0)], *(each for _, each in read)]), return_counts=True)
+    ngrams, places = np.unique(np.concatenate([[np.uint64(0)], *(each for _, each, _ in read)]), return_inverse=True)
     there, wanted, seen, documents = np.zeros(len(ngrams), np.bool_), set(texts), set[int](), 0
     for block in _documents(second, most, frames):
         digests = _digests(*block)
@@ -67,9 +76,18 @@ def measure_overlap(first: Sequence[str], second: Sequence[str], *, most: int) -
         place = np.searchsorted(ngrams[:-1], found)
         there[place[ngrams[place] == found]] = True
         documents += len(digests)
-    share = float(counts[there].sum() / max(counts.sum() - 1, 1))
-    same, of = sum(text in seen for text in texts), sum(Shard.open(prefix).documents for prefix in second)
-    return Overlap(documents=len(texts), same=same, ngram_share=share, read=documents, of=of)
+    whole = np.array([text in seen for text in texts])
+    sizes = np.maximum(np.concatenate([each for *_, each in read]) - NGRAM + 1, 0)
+    known = np.append(0, np.cumsum(there[places[1:]]))  # n-grams up to each one
+    shares = np.diff(known[np.append(0, np.cumsum(sizes))]) / np.maximum(sizes, 1)
+    return Overlap(
+        documents=len(texts),
+        same=int(whole.sum()),
+        nearly=int((~whole & (shares >= 0.95)).sum()),
+        ngram_share=float(known[-1] / max(sizes.sum(), 1)),
+        read=documents,
+        of=sum(Shard.open(prefix).documents for prefix in second),
+    )
 
 
 def _documents(

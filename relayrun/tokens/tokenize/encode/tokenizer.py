@@ -11,6 +11,7 @@ token is special: a dump made with `--special-text` has the same vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 
 from relayrun.control.trainers.pickle_records import no_collection
 from relayrun.errors import InputError, did_you_mean_path
@@ -162,6 +163,21 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         first, _, definition = known.decode().partition("\n")
         return DocumentTokenizer(definition=definition, **json.loads(first))
     return _prepare(_from_file(file, data, *configured), options, key)
+
+
+def first_token(name: str) -> int | None:
+    """Return the token with which a tokenizer begins a text: its template's, or that of `add_bos_token`."""
+    options, path = TokenizeOptions(tokenizer=name, append_eod="no"), Path(name)
+    # the template around a vocabulary of one token: a large one takes a second to load
+    small = json.loads(Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
+    small["post_processor"] = json.loads(load_tokenizer(options).definition)["post_processor"]
+    framed = Tokenizer.from_str(json.dumps(small)).encode("a")
+    if framed.special_tokens_mask[:1] == [1]:
+        return int(framed.ids[0])
+    with contextlib.suppress(InputError):  # it names no such token
+        if _read_configured(path if path.is_dir() else path.parent, "add_bos_token"):
+            return load_tokenizer(options.model_copy(update={"bos": True})).bos_id
+    return None
 
 
 @dataclass(frozen=True)
@@ -311,6 +327,6 @@ def _read_configured(folder: Path, setting: str) -> Any:
         except (ValueError, AttributeError):
             raise InputError("not a JSON object", where=folder / name) from None
         value = value.get("content", value) if isinstance(value, dict) else value
-        if isinstance(value, dict if setting == "added_tokens_decoder" else str):
+        if isinstance(value, {"added_tokens_decoder": dict, "add_bos_token": bool}.get(setting, str)):
             return value
     return None
