@@ -301,12 +301,8 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         location = tuple(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            nested: dict[str, type[Section]] = {
-                "job": TokenizationJob,
-                "cluster": ClusterSection,
-                "dedup": DedupSettings,
-            }
-            section = nested.get(location[0], model)
+            sections: Any = {"job": TokenizationJob, "cluster": ClusterSection, "dedup": DedupSettings}
+            section = sections.get(location[0], model)
             near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
             message = "unknown setting; " + (
                 f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"

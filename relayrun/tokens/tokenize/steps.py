@@ -123,10 +123,10 @@ def _step_class(name: str, kind: str) -> Any:
     from datatrove.pipeline.stats.base import BaseStats
 
     base = {"reader": BaseDiskReader, "stats": BaseStats}.get(kind, PipelineStep)
-    known = {short: cls for short, cls in _short_names(kind).items() if issubclass(cls, base)}
+    known = _short_names(kind)
     named = {cls.__name__: cls for cls in known.values()} | known
     if "." not in name and ":" not in name and name not in named:
-        near = did_you_mean(name, named) or f"known: {', '.join(known)}"
+        near = did_you_mean(name, known) or did_you_mean(name, named) or f"known: {', '.join(known)}"
         raise InputError(f"there is no {kind} {name!r}; {near}", hint="or write the import path of a class")
     cls = _imported(name) if "." in name or ":" in name else named[name]
     if not (isinstance(cls, type) and issubclass(cls, base)):
@@ -148,7 +148,7 @@ def _short_names(kind: str) -> dict[str, Any]:
     found = {"decontamination": decont.NGramsDecontFilter} if kind == "step" else {}
     for module in {"reader": (readers,), "stats": (stats,)}.get(kind, (filters, formatters, extractors)):
         for name, cls in vars(module).items():
-            if isinstance(cls, type):
+            if hasattr(cls, "run"):
                 words = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
                 found["_".join(words if module is extractors else words[:-1]).lower()] = cls
     return found
