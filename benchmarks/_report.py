@@ -580,6 +580,15 @@ SECTIONS: dict[str, list[Row]] = {
         Row("CPU time of datatrove's MinHash over ours, same documents", "minhash_over_datatrove", ".2f", least=1),
         Row("memory of all processes of it, over datatrove's", "minhash_memory_of_datatroves", ".2f", most=1),
     ],
+    "step_price": [
+        Row("MB of text in parquet", "text_mb", ".0f"),
+        Row("CPU seconds of a dump without `pipeline`", "cpu_s.none", ".1f"),
+        Row("the same with one step that passes every document, same bytes", "cpu_s.step", ".1f"),
+        Row("its price, where the start of Python and datatrove is left out: CPU ms per MB", "ms_per_mb", ".1f"),
+        Row("the same per document, in microseconds", "us_per_document", ".0f"),
+        Row("CPU seconds of the start without `pipeline`, one worker", "start_cpu_s.none", ".1f"),
+        Row("the same with the step", "start_cpu_s.step", ".1f"),
+    ],
     "curation_slurm": [
         Row("MB of text", "text_mb", ".0f"),
         Row(

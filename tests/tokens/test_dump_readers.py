@@ -107,7 +107,7 @@ def crawl(tmp_path: Path) -> Workplace:
 def theirs(place: Workplace, reader: Any, steps: list[Any]) -> list[dict[str, Any]]:
     """Return the documents of datatrove's own executor."""
     wrote = place.folder / "theirs"
-    pipeline = [build_step(reader, dataset=str(place.data)), *map(build_step, steps)]
+    pipeline = [build_step(reader, "reader", str(place.data)), *map(build_step, steps)]
     pipeline[0].glob_pattern = "*.warc.gz"
     executor = LocalPipelineExecutor(
         [*pipeline, JsonlWriter(str(wrote), compression=None)], tasks=3, logging_dir=str(place.folder / "their-logs")

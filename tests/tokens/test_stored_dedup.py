@@ -149,6 +149,19 @@ def test_what_is_damaged_is_made_again_and_others_keep_away(
         deduplicate(config(place, f"s3://{BUCKET}/damaged", "other"), wait=True)
 
 
+def test_the_statistics_are_those_of_a_folder(place: Place, server: ObjectServer) -> None:
+    stats = [{"DocStats": {"groups_to_compute": ["summary", "histogram"]}}]
+    deduplicate(config(place, f"s3://{BUCKET}/stats", "stored", stats=stats), wait=True)
+    deduplicate(place.config("local", minhash=None, sentences=PARAGRAPHS, stats=stats), wait=True)
+    there = {key: data for key, data in server.objects("stats").items() if key.endswith("metric.json")}
+    folder = place.folder / "local"
+    here = {str(file.relative_to(folder)): file.read_bytes() for file in (folder / "_stats").rglob("*.json")}
+    assert there == here
+    assert "_stats/summary/length/metric.json" in here
+    (dump,) = prepare_dumps(f"s3://{BUCKET}/stats", place.folder / "next", n_dumps=1)
+    assert len(dump.files) == 3
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [

@@ -9,13 +9,15 @@
     sentences    hashes of the sentences or paragraphs of what these leave          `tasks`
     repeated     sentences with equal hashes, by ranges of the hash                 `tasks`
     kept         the documents that stay, as .jsonl.gz in the output folder         `tasks`
+    stats        statistics of the documents that stay                              `tasks`
+    merged       their sums over the tasks, in `_stats` of the output folder        1
 
 The blocks and their files are datatrove's. A task makes its files in a temporary folder of `_dedup`. They get
 their names, and then a record has their checksums. A task is done if its files are those of its record. A killed task
 begins again, with the same bytes: they depend on the input files and the settings, which may not change meanwhile.
 
 If the output folder is a URL, `_dedup` is in the metadata folder. The store gets the documents that stay and that are
-dropped, each file read back in full, and copies of the settings and of the last stage's records, by which
+dropped, and `_stats`, each file read back in full, and copies of the settings and of the last stage's records, by which
 `relayrun dumps prepare` sees whether all are there.
 """
 
@@ -28,7 +30,7 @@ import importlib.metadata
 import itertools
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +40,8 @@ from typing import Any
 import numpy as np
 import orjson
 from datatrove.data import Document
-from datatrove.pipeline import decont, dedup
+from datatrove.pipeline import decont, dedup, stats
+from datatrove.pipeline.readers import JsonlReader
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from loguru import logger
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -62,7 +65,7 @@ from relayrun.tokens.tokenize.step_task import (
     exclusion_line,
     read_texts,
 )
-from relayrun.tokens.tokenize.steps import build_config, describe_steps, find_word_tokenizer
+from relayrun.tokens.tokenize.steps import build_config, build_step, describe_steps, find_word_tokenizer
 
 _CLUSTER_SIZE = "minhash_cluster_size"
 _SAME = "same text as another document"
@@ -161,6 +164,7 @@ class DedupStages:
         numbers |= {"signatures": minhash * self.tasks, "buckets": minhash * self.minhash.num_buckets}
         numbers |= {"clusters": int(minhash), "sentences": sentences * self.tasks}
         numbers |= {"repeated": sentences * self.tasks, "kept": self.tasks}
+        numbers |= {"stats": self.tasks * bool(self.settings.stats), "merged": int(bool(self.settings.stats))}
         self.stages = {name: number for name, number in numbers.items() if number}
         """Tasks of each stage, in order."""
 
@@ -193,7 +197,8 @@ class DedupStages:
     def begin(self) -> None:
         """Write down the settings and the inputs. Raises InputError if the folder holds a deduplication of others."""
         options, file = self.options, self.work / "settings.json"
-        now = self.settings.model_dump(exclude={"output_folder"}) | describe_steps(options.pipeline, options.reader)
+        now = self.settings.model_dump(exclude={"output_folder", "stats"})
+        now |= describe_steps(options.pipeline, options.reader, self.settings.stats)
         now |= {name: getattr(options, name) for name in ("metadata_folder", "column", "tasks", "exclusions")}
         now |= {"datatrove": importlib.metadata.version("datatrove"), "files": self._inputs(), "stages": self.stages}
         before = read_json(file) if file.exists() else now
@@ -241,14 +246,14 @@ class DedupStages:
             return False
 
     def _place(self, name: str) -> str:
-        """Return the place of a file: in the store, if it holds documents that stay or are dropped."""
-        in_store = self.store and ("/" not in name or "/exclusions/" in name)
+        """Return the place of a file: in the store, if it holds documents that stay or are dropped, or merged stats."""
+        in_store = self.store and (not name.startswith(f"{WORK}/") or "/exclusions/" in name)
         return join_path(self.store if in_store else str(self.output), name)
 
     def run_task(self, stage: str, task: int) -> dict[str, Any]:
         """Do a task; return its record."""
         logger.disable("datatrove")
-        for module in (dedup.minhash, dedup.exact_dedup, dedup.sentence_dedup):
+        for module in (dedup.minhash, dedup.exact_dedup, dedup.sentence_dedup, stats.merger):
             module.tqdm = functools.partial(tqdm, disable=True)
         started = time.time()
         with work_folder(self.work) as folder:
@@ -376,3 +381,19 @@ class DedupStages:
             for document in documents:
                 kept.write(_line(document))
         return {"steps": counts}
+
+    def _make_stats(self, folder: Path, task: int) -> None:
+        documents = JsonlReader(self.store or str(self.output)).read_file(f"{task:05d}.jsonl.gz")
+        for entry in self.settings.stats:
+            block = build_step(entry, "stats", str(folder / WORK / "stats"))
+            # the package's own list of suffixes: a newer one is in the network, which few nodes have
+            block.tld_extractor = type(block.tld_extractor)(suffix_list_urls=(), cache_dir=None)
+            documents = block.run(documents, task, self.tasks)
+        try:
+            deque(documents, maxlen=0)
+        except KeyError as error:
+            hint = "`groups_to_compute: [summary, histogram]` needs no addresses"
+            raise InputError(f"a document has no {error} in its metadata", where="dedup.stats", hint=hint) from error
+
+    def _make_merged(self, folder: Path, task: int) -> None:
+        deque(stats.StatsMerger(str(self.work / "stats"), str(folder / "_stats")).run(None), maxlen=0)

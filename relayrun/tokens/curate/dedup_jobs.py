@@ -70,7 +70,7 @@ def deduplicate(config: TokenizationConfig, *, wait: bool) -> None:
         while metadata.live_jobs():
             time.sleep(10 * POLL_SECONDS)
     lines = dedup_status(metadata.path)
-    if len(stages.records("kept")) < stages.tasks:
+    if any(len(stages.records(stage)) < number for stage, number in stages.stages.items()):
         raise RelayrunError(lines[-1], where=stages.output, hint=f"logs: {settings.job_output_files}")
     print("\n".join(lines))
 

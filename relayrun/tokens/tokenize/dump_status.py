@@ -261,8 +261,8 @@ def dedup_status(metadata_folder: str | os.PathLike[str]) -> list[str]:
             left = sum(len(record.get("skipped", ())) for record in records)
             words = f"dedup {stage}: {len(records)}/{number} tasks" + (f"; documents: {steps}" if steps else "")
             found.append(words + (f"; left out: {left:,} files" if left else ""))
-            size += sum(record.get("bytes", 0) for record in records if stage != "kept")
-        if len(counts.get("kept", ())) == stages["kept"]:
+            size += sum(record.get("bytes", 0) for record in records if stage not in ("kept", "merged"))
+        if all(len(counts.get(stage, ())) == number for stage, number in stages.items()):
             found.append(f"dedup is done; files between its stages: {size / 1e9:,.3f} GB in {os.path.realpath(work)}")
         with contextlib.suppress(OSError):
             found.append(f"dedup failed: {Path(work, ERROR_FILE).read_text(encoding='utf-8').strip()}")

@@ -64,6 +64,8 @@ class DedupSettings(Section):
     """Parameters of datatrove's NGramsDecontConfig."""
     language: str = "en"
     """Language of the words of an n-gram, or the import path of a class of datatrove's WordTokenizer."""
+    stats: list[Any] = []
+    """Statistics of datatrove of the documents that stay, in the folder `_stats`: `DocStats`, or `DocStats: {...}`."""
 
 
 class TokenizationSettings(TokenizeOptions):
@@ -256,7 +258,7 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
     if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
         source.values.setdefault("executor", cluster["scheduler"])
     config = _validate(TokenizationConfig, source)
-    check_steps(config.pipeline, source.place, reader=config.reader)
+    check_steps(config.pipeline, source.place, reader=config.reader, stats=config.dedup.stats if config.dedup else ())
     return config.absolute(places.project_folder(Path(path)))
 
 
@@ -299,7 +301,7 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         location = tuple(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            sections: dict[str, type[Section]] = {"job": TokenizationJob, "cluster": ClusterSection}
+            sections: Any = {"job": TokenizationJob, "cluster": ClusterSection, "dedup": DedupSettings}
             section = sections.get(location[0], model)
             near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
             message = "unknown setting; " + (

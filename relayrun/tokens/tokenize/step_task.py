@@ -85,7 +85,7 @@ def read_texts(
     if file_of_range(name) != name:
         hint = "run `relayrun dumps prepare` again with --ending, which cuts no file"
         raise InputError("a reader of datatrove reads whole files, and this is a range", where=path, hint=hint)
-    reader, texts, held = build_step(options.reader, dataset=dataset), list[bytes](), 0
+    reader, texts, held = build_step(options.reader, "reader", dataset), list[bytes](), 0
     try:
         for document in reader.read_file(name):
             texts.append(document.text.encode())

@@ -2,7 +2,7 @@
 
 A step is a filter, an extractor, a formatter or a class of the user's own with datatrove's `run`. Datatrove's writers,
 tokenizers, statistics and deduplication are refused: they work on files, or on many documents at a time. The `reader`
-of the YAML is one of datatrove's that read file by file; the dumps say which files.
+of the YAML is one of datatrove's that read file by file; the dumps say which files. `dedup.stats` has statistics.
 This module imports datatrove on demand: a data set without steps never loads it.
 """
 
@@ -28,27 +28,34 @@ from relayrun.errors import ConfigError, InputError, did_you_mean
 
 _REFUSED = {"dedup", "inference", "media", "readers", "stats", "tokens", "writers"}
 """Packages of `datatrove.pipeline` whose classes are no steps of a shard."""
-_FILES = "data_folder", "paths_file", "recursive", "glob_pattern", "shuffle_files", "limit", "skip"
-"""Arguments of a reader that choose files, or documents of them."""
+_FOLDERS = {"reader": "data_folder", "stats": "output_folder"}
+_FILES = *_FOLDERS.values(), "paths_file", "recursive", "glob_pattern", "shuffle_files", "limit", "skip"
+"""Arguments of readers and statistics that choose files, or documents of them; a `step` has no folder."""
+_WITH_WORDS = tuple(f"datatrove.pipeline.{each}" for each in ("filters.", "stats.word", "stats.sent", "stats.contam"))
 
 
-def check_steps(pipeline: Sequence[Any], place: Callable[[tuple[str, ...]], str | None], *, reader: Any = None) -> None:
-    """Raise ConfigError for the first wrong step or the reader, with the `place` of its setting. Makes no step: a
-    constructor may download."""
-    places: list[tuple[tuple[str, ...], Any]] = [] if reader is None else [(("reader",), reader)]
-    for location, entry in [*places, *((("pipeline", str(n)), entry) for n, entry in enumerate(pipeline))]:
-        is_reader = location == ("reader",)
+def check_steps(pipeline: Sequence[Any], place: Callable[..., Any], *, reader: Any = None, stats: Any = ()) -> None:
+    """Raise ConfigError for the first wrong step, the reader or wrong statistics, with the `place` of its setting.
+    Makes no step: a constructor may download."""
+    places: list[tuple[str, tuple[str, ...], Any]] = [] if reader is None else [("reader", ("reader",), reader)]
+    places += [("step", ("pipeline", str(n)), entry) for n, entry in enumerate(pipeline)]
+    places += [("stats", ("dedup", "stats", str(n)), entry) for n, entry in enumerate(stats)]
+    before = []
+    for kind, location, entry in places:
         try:
             name, given = name_and_arguments(entry)
             location = step = (*location, name)
-            cls = _step_class(name, is_reader=is_reader)
+            cls = _step_class(name, kind)
+            if kind == "stats" and cls in before:
+                raise InputError("this class is given twice, and would write the same files")
+            before.append(cls)
             for argument, value in given.items():
                 location = (*step, argument)
-                if is_reader and argument in _FILES:
-                    raise InputError("the dumps say which files are read, each as a whole")
+                if kind in _FOLDERS and argument in _FILES:
+                    raise InputError("the dumps say which files are read, each as a whole; statistics go to `_stats`")
                 _check_argument(cls, argument, value)
             location = step
-            inspect.signature(cls).bind(**{"data_folder": ""} if is_reader else {}, **given)
+            inspect.signature(cls).bind(**{_FOLDERS[kind]: ""} if kind in _FOLDERS else {}, **given)
             cls.__new__(cls)  # datatrove compares the packages that the class needs
             _word_tokenizer(cls, given)
         except (InputError, ImportError, TypeError, ValueError) as error:
@@ -66,29 +73,30 @@ def name_and_arguments(entry: Any) -> tuple[str, Mapping[str, Any]]:
     raise InputError("a step is NAME, or NAME: {ARGUMENT: VALUE}", hint="begin each step with a dash of its own")
 
 
-def build_step(entry: Any, *, dataset: str | None = None) -> Any:
-    """Return a new step of datatrove, or a reader of files below `dataset`. Raises InputError if its class or its
-    constructor refuses."""
+def build_step(entry: Any, kind: str = "step", folder: str = "") -> Any:
+    """Return a new step of datatrove, a reader of files below `folder`, or statistics that are written there. Raises
+    InputError if its class or its constructor refuses."""
     name, given = name_and_arguments(entry)
-    cls, own = _step_class(name, is_reader=dataset is not None), {} if dataset is None else {"data_folder": dataset}
+    cls, own = _step_class(name, kind), {_FOLDERS[kind]: folder} if kind in _FOLDERS else {}
     try:
         return cls(**own, **{argument: _value(cls, argument, value) for argument, value in given.items()})
     except (ImportError, OSError, TypeError, ValueError, AssertionError) as error:
         raise InputError(f"step {name} cannot be made: {type(error).__name__}: {error}") from None
 
 
-def describe_steps(pipeline: Sequence[Any], reader: Any = None) -> dict[str, Any]:
-    """Return the settings `pipeline` and `reader`, if given, of the record of a folder of shards: name, class,
+def describe_steps(pipeline: Sequence[Any], reader: Any = None, stats: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the settings `pipeline`, and `reader` and `stats`, if given, of the record of a folder: name, class,
     versions and arguments of each step."""
     # a job may have other packages than the node that submitted it
-    check_steps(pipeline, lambda location: None, reader=reader)
-    found: dict[str, Any] = {"pipeline": [*map(_describe, pipeline)]}
-    return found | ({} if reader is None else {"reader": _describe(reader, is_reader=True)})
+    check_steps(pipeline, lambda location: None, reader=reader, stats=stats)
+    found: dict[str, Any] = {"pipeline": [_describe(entry, "step") for entry in pipeline]}
+    found |= {} if reader is None else {"reader": _describe(reader, "reader")}
+    return found | ({"stats": [_describe(entry, "stats") for entry in stats]} if stats else {})
 
 
-def _describe(entry: Any, *, is_reader: bool = False) -> dict[str, Any]:
+def _describe(entry: Any, kind: str) -> dict[str, Any]:
     name, given = name_and_arguments(entry)
-    cls = _step_class(name, is_reader=is_reader)
+    cls = _step_class(name, kind)
     functions = [value for each in given if callable(value := _value(cls, each, given[each]))]
     modules = [each.__module__ for each in (cls, *functions)]
     for needs in (getattr(base, "_requires_dependencies", []) for base in cls.__mro__):
@@ -109,36 +117,38 @@ def _version(module: str) -> tuple[str, str | None]:
         return module, None if file is None else "sha256:" + hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _step_class(name: str, *, is_reader: bool = False) -> Any:
+def _step_class(name: str, kind: str) -> Any:
     from datatrove.pipeline.base import PipelineStep
     from datatrove.pipeline.readers.base import BaseDiskReader
+    from datatrove.pipeline.stats.base import BaseStats
 
-    known = _short_names(is_reader=is_reader)
+    base = {"reader": BaseDiskReader, "stats": BaseStats}.get(kind, PipelineStep)
+    known = _short_names(kind)
     named = {cls.__name__: cls for cls in known.values()} | known
     if "." not in name and ":" not in name and name not in named:
-        near = did_you_mean(name, known) or f"known: {', '.join(known)}"
-        words = f"there is no {'reader' if is_reader else 'step'} {name!r}; {near}"
-        raise InputError(words, hint="or write the import path of a class")
+        near = did_you_mean(name, known) or did_you_mean(name, named) or f"known: {', '.join(known)}"
+        raise InputError(f"there is no {kind} {name!r}; {near}", hint="or write the import path of a class")
     cls = _imported(name) if "." in name or ":" in name else named[name]
-    base = BaseDiskReader if is_reader else PipelineStep
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise InputError(f"this is no class of datatrove's {base.__name__}")
     modules = [base.__module__.split(".") for base in cls.__mro__]
     packages = {names[2] for names in modules if names[:2] == ["datatrove", "pipeline"]}
-    if not is_reader and (kind := packages & _REFUSED):
+    if kind == "step" and (refused := packages & _REFUSED):
         hint = "a step sees one document at a time: a filter, an extractor, a formatter, or a class of your own"
-        raise InputError(f"{cls.__name__} is one of datatrove's {kind.pop()}, which are no steps of a shard", hint=hint)
+        hint = "give it in `stats` of `dedup`, a stage of its own" if "stats" in refused else hint
+        words = f"{cls.__name__} is one of datatrove's {refused.pop()}, which are no steps of a shard"
+        raise InputError(words, hint=hint)
     return cls
 
 
-def _short_names(*, is_reader: bool) -> dict[str, Any]:
-    """Return datatrove's readers or steps by short name, GopherQualityFilter as `gopher_quality`."""
-    from datatrove.pipeline import decont, extractors, filters, formatters, readers
+def _short_names(kind: str) -> dict[str, Any]:
+    """Return datatrove's classes of a kind by short name, GopherQualityFilter as `gopher_quality`."""
+    from datatrove.pipeline import decont, extractors, filters, formatters, readers, stats
 
-    found = {} if is_reader else {"decontamination": decont.NGramsDecontFilter}
-    for module in (readers,) if is_reader else (filters, formatters, extractors):
+    found = {"decontamination": decont.NGramsDecontFilter} if kind == "step" else {}
+    for module in {"reader": (readers,), "stats": (stats,)}.get(kind, (filters, formatters, extractors)):
         for name, cls in vars(module).items():
-            if isinstance(cls, type):
+            if hasattr(cls, "run"):
                 words = re.findall("[A-Z]+[0-9]+|[A-Z]+(?=[A-Z][a-z])|[A-Z][a-z]+", name)
                 found["_".join(words if module is extractors else words[:-1]).lower()] = cls
     return found
@@ -177,6 +187,8 @@ def _value(cls: Any, argument: str, value: Any) -> Any:
     parameter = inspect.signature(cls).parameters.get(argument)
     if isinstance(value, Mapping) and dataclasses.is_dataclass(kind := _type_hints(cls).get(argument)):
         return build_config(kind, value)
+    if argument == "language" and isinstance(value, str) and "." in value:
+        return find_word_tokenizer(value)
     function = isinstance(value, str) and parameter is not None and "Callable" in str(parameter.annotation)
     return _imported(value) if function else value
 
@@ -205,9 +217,9 @@ def _check_argument(cls: Any, argument: str, value: Any) -> None:
 
 
 def _word_tokenizer(cls: Any, given: Mapping[str, Any]) -> Any:
-    """Return the word tokenizer that a filter of datatrove loads for its language at its first document; None without.
+    """Return the word tokenizer that a class of datatrove loads for its language at its first document; None without.
     Raises as `find_word_tokenizer`."""
     parameter = inspect.signature(cls).parameters.get("language")
-    if parameter is None or not cls.__module__.startswith("datatrove.pipeline.filters."):
+    if parameter is None or not cls.__module__.startswith(_WITH_WORDS):
         return None
     return find_word_tokenizer(given.get("language", parameter.default))
