@@ -199,7 +199,7 @@ def test_a_job_that_does_not_end_before_a_maintenance_waits_for_it(cluster: Test
             if each.name == "slurm.test"
         )
         assert answer.level == "warning"
-        assert "waits for some of n2 (reservation coming), n3" in answer.words
+        assert "waits for some of n2 (reserved by coming), n3" in answer.words
         (answer,) = (
             each
             for each in looked(workspace, "job.nodes=2", "job.time=30", "training.global_batch_size=12")

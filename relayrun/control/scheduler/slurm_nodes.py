@@ -91,7 +91,7 @@ def _nodes_to_wait_for(slurm: SlurmCommands, asked: Mapping[str, str]) -> list[s
     with contextlib.suppress(SchedulerError):
         said = slurm.ask(["scontrol", "show", "reservation", "--oneliner"])
     coming = {
-        node: f"reservation {name}" for name, nodes in _RESERVATION.findall(said) for node in expand_nodelist(nodes)
+        node: f"reserved by {name}" for name, nodes in _RESERVATION.findall(said) for node in expand_nodelist(nodes)
     }
     found: dict[str, dict[str, str]] = {}
     names, excluded = asked.get("partition", "*").split(","), expand_nodelist(asked.get("exclude", ""))
