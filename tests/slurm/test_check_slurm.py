@@ -193,18 +193,11 @@ def test_a_job_that_does_not_end_before_a_maintenance_waits_for_it(cluster: Test
     made = ["ReservationName=coming", "StartTime=now+300", "Duration=60", "Nodes=n2,n3", "Flags=MAINT", "Users=nobody"]
     cluster.run(["scontrol", "create", "reservation", *made])
     try:
-        (answer,) = (
-            each
-            for each in looked(workspace, "job.nodes=3", "job.time=30", "training.global_batch_size=12")
-            if each.name == "slurm.test"
-        )
-        assert answer.level == "warning"
-        assert "waits for some of n2 (reserved by coming), n3" in answer.words
-        (answer,) = (
-            each
-            for each in looked(workspace, "job.nodes=2", "job.time=30", "training.global_batch_size=12")
-            if each.name == "slurm.test"
-        )
-        assert answer.level == "ok"
+        for nodes, level in ((3, "warning"), (2, "ok")):
+            size = f"training.global_batch_size={4 * nodes}"
+            found = looked(workspace, f"job.nodes={nodes}", "job.time=30", size)
+            (answer,) = (each for each in found if each.name == "slurm.test")
+            assert answer.level == level
+            assert ("waits for some of n2 (reserved by coming), n3" in answer.words) is (nodes == 3)
     finally:
         cluster.run(["scontrol", "delete", "ReservationName=coming"])
