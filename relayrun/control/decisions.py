@@ -108,15 +108,11 @@ def why_no_restart(facts: RestartFacts) -> str | None:
         return f"the same failure as before, at the same iteration {facts.iteration}"
     if facts.next_iteration > facts.base_iteration:
         return None
-    failed = 1 + failed_restarts_in_a_row(facts.earlier)
+    in_a_row = takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(facts.earlier))
+    failed = 1 + len(list(in_a_row))
     if failed >= facts.chain.max_failed_restarts:
         return f"{failed} restart{'s' if failed > 1 else ''} in a row without a later state to start from"
     return None
-
-
-def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
-    """Return the number of newest restarts that brought no later state to start from."""
-    return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
 
 
 def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:

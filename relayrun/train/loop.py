@@ -156,14 +156,9 @@ class TrainingLoop:
         folder = liveness.memory_folder()
         self.memory: MemoryTier | None = None
         if folder is not None and self.config.checkpoint.memory_interval:
-            self.memory = MemoryTier(
-                folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics
-            )
+            self.memory = MemoryTier(folder, self.checkpointer, metrics=self.metrics)
         self.restore = StateRestorer(
-            run=self.run_dir,
             attempt=self.attempt,
-            config=self.config,
-            ranks=self.ranks,
             checkpointer=self.checkpointer,
             guard=self.guard,
             memory=self.memory,

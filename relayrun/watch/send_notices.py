@@ -128,13 +128,6 @@ def _send_to_command(
         raise NoticeSendError(": ".join([f"{command[0]} ended with exit code {process.returncode}", *last]))
 
 
-def end_commands() -> None:
-    """Kill the commands that still run, before the sending process exits."""
-    for pid in list(_commands):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
 def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
     if url.startswith(("json:", "jsons:")):
         url += f"{'&' if '?' in url else '?'}:event={event}"
@@ -360,5 +353,7 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    end_commands()
+    for pid in list(_commands):  # those that still run
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     os._exit(code)  # a thread may still wait for a silent target

@@ -214,7 +214,7 @@ FAULTS = (
     Fault(
         name="restarts without progress are not counted",
         room="agent",
-        function="failed_restarts_in_a_row",
+        function="why_no_restart",
         old="known.next_iteration <= known.base_iteration",
         new="known.next_iteration < known.base_iteration",
         tests=("test_restarts_in_a_row_without_progress_end_the_attempt",),

@@ -289,43 +289,10 @@ def conclude_restart(
         asked: reason for which the ranks were asked to leave; empty if they were not.
         between: records of a foreign program; None: ranks write them themselves.
     """
-    death, start = current.first_death(attempt), _next_start(run, plan, attempt, current, places, there)
-    complete = between is not None and between.complete(start.base)
-    failed = _judge_restart(plan, attempt, current, places, death, start, name=name, asked=asked, complete=complete)
-    failed.append(attempt.failed_restarts)
-    moved: list[str] = []
-    if failed.again:
-        number = current.number + 1
-        moved += [] if between is None else between.prepare(start.base, number=number)
-        moved += restarts.prepare_restart(run, attempt, start.base, next_restart=number, next_iteration=start.memory)
-        if between is not None:
-            between.go_on()
-    return RestartOutcome(failed, death.exit_code, start, moved)
-
-
-def _next_start(
-    run: Run, plan: Plan, attempt: Attempt, current: CurrentRestart, places: NodeRanks, there: Collection[int]
-) -> NextStart:
     base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
     nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
-    copies = current.copies(there)
-    memory, source = newest_complete_copy(copies, ranks=ranks, after=base.iteration) or (None, "disk")
-    return NextStart(base, memory, source, nodes, taken)
-
-
-def _judge_restart(
-    plan: Plan,
-    attempt: Attempt,
-    current: CurrentRestart,
-    places: NodeRanks,
-    death: Death,
-    start: NextStart,
-    *,
-    name: Callable[[int], str],
-    asked: str,
-    complete: bool,
-) -> FailedRestart:
-    """Return the record of a failed restart, with the decision whether another one begins."""
+    memory, source = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
+    death, start = current.first_death(attempt), NextStart(base, memory, source, nodes, taken)
     iteration, gone = restarts.newest_recorded_iteration(attempt), places.gone()
     terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
     facts = RestartFacts(
@@ -338,10 +305,10 @@ def _judge_restart(
         lost="" if start.nodes else places.why_none(", ".join(name(node) for node in gone if node not in start.taken)),
         earlier=restarts.read_failed_restarts(attempt),
         chain=plan.chain,
-        complete=complete,
+        complete=between is not None and between.complete(start.base),
     )
     reason = why_no_restart(facts)
-    return FailedRestart(
+    failed = FailedRestart(
         restart=current.number,
         time=current.noticed,
         rank=death.rank if death.rank >= 0 else death.late,
@@ -359,6 +326,15 @@ def _judge_restart(
         log_size=log_size(attempt.started_record().log),
         seconds={"end": current.over - current.noticed},
     )
+    failed.append(attempt.failed_restarts)
+    moved: list[str] = []
+    if failed.again:
+        number = current.number + 1
+        moved += [] if between is None else between.prepare(start.base, number=number)
+        moved += restarts.prepare_restart(run, attempt, start.base, next_restart=number, next_iteration=start.memory)
+        if between is not None:
+            between.go_on()
+    return RestartOutcome(failed, death.exit_code, start, moved)
 
 
 def record_too_few_nodes(

@@ -20,6 +20,7 @@ from typing import Any
 
 from relayrun.control.job_log import logged
 from relayrun.control.rundir.campaign import CampaignMember, own_campaign
+from relayrun.control.rundir.checkpoint_records import started_attempts_backwards
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import NO_TRAINING_SHARE, start_seconds
@@ -117,11 +118,10 @@ def used_node_seconds(run: Run, plan: Plan, *, until: float, before: int | None 
 def _spans(run: Run, plan: Plan, until: float, before: int | None, since: float) -> Iterator[tuple[float, int, int]]:
     """Yield seconds and nodes of each attempt, newest first, and the nodes that it still has."""
     now = until
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        begin = attempt.read_begin()
-        if begin is None or (before is not None and number >= before):
+    for number, begin in started_attempts_backwards(run):
+        if before is not None and number >= before:
             continue
+        attempt = run.attempt(number)
         start = begin.start_time if begin.job_start_time is None else begin.job_start_time
         end, limit = attempt.read_end(), attempt.job_end_time(begin)
         over = min([until, *([] if end is None else [end.end_time]), *([] if limit is None else [limit])])

@@ -209,34 +209,6 @@ def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
     return ["#!/usr/bin/env bash", note, *(f"#SBATCH --{word}" for word in words)]
 
 
-def attempt_environment(
-    *,
-    environment: Mapping[str, str],
-    modules: Sequence[str],
-    task_command: Sequence[str],
-    signal_command: Sequence[str],
-    leave_signal: str,
-    hang_seconds: int,
-    leave_from: int = 0,
-    unset: Sequence[str] = (),
-) -> str:
-    """Return the text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
-
-    `leave_signal`: name without SIG; empty if only a file asks the ranks to leave. `leave_from`: seconds since 1970
-    before which Slurm's warning comes too early.
-    """
-    return _text(
-        *([f"unset {' '.join(unset)}"] if unset else []),
-        *export_lines(environment),
-        f"modules=({shlex.join(modules)})",
-        f"task_command=({shlex.join(task_command)})",
-        f"signal_command=({shlex.join(signal_command)})",
-        f"leave_signal={shlex.quote(leave_signal)}",
-        f"hang_seconds={hang_seconds}",
-        *([f"leave_from={leave_from}"] if leave_from else []),
-    )
-
-
 def rank_defaults(cpus_per_task: str, *, trainer: str, site: Mapping[str, str]) -> dict[str, str]:
     """Return the default variables of every rank of a trainer; those of the site override them."""
     found = {

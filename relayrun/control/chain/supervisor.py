@@ -482,7 +482,8 @@ def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) ->
 def _environment(
     run: Run, plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
 ) -> str:
-    """Return the text of job.env: defaults of every rank, overridden by the site's variables."""
+    """Return the text of an attempt's job.env, which job.sh sources: defaults of every rank, overridden by the site's
+    variables; three arrays; the signal to leave, empty if only a file asks for it."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
     where = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
@@ -498,25 +499,21 @@ def _environment(
         **plan.environment,
         "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
     }
-    return job_script.attempt_environment(
-        environment=environment,
-        modules=plan.modules,
-        task_command=job_script.task_command(
-            plan,
-            launch.command,
-            job_script.rank_program(plan, trainer.command(begin), where=where),
-            setup=attempt.setup,
-            nodes=launch.nodes,
-        ),
-        signal_command=launch.signal_command,
-        unset=launch.unset,
-        leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
-        hang_seconds=max(60, math.ceil(plan.chain.hang_timeout)),  # the watch may wait for a slow file system
-        # Slurm's warning is the plan's: in a job with less time it comes with the start
-        leave_from=math.floor((begin.job_end_time or 0) - begin.grace_period)
-        if _time_limit(plan, job) < plan.time_limit and begin.grace_period < plan.signal_seconds
-        else 0,
-    )
+    program = job_script.rank_program(plan, trainer.command(begin), where=where)
+    command = job_script.task_command(plan, launch.command, program, setup=attempt.setup, nodes=launch.nodes)
+    lines = [
+        *([f"unset {' '.join(launch.unset)}"] if launch.unset else []),
+        *job_script.export_lines(environment),
+        f"modules=({shlex.join(plan.modules)})",
+        f"task_command=({shlex.join(command)})",
+        f"signal_command=({shlex.join(launch.signal_command)})",
+        f"leave_signal={'' if leave is None else leave.name.removeprefix('SIG')}",
+        f"hang_seconds={max(60, math.ceil(plan.chain.hang_timeout))}",  # the watch may wait for a slow file system
+    ]
+    # Slurm's warning is the plan's: in a job with less time it comes with the start, and leave_from says it is early
+    if _time_limit(plan, job) < plan.time_limit and begin.grace_period < plan.signal_seconds:
+        lines.append(f"leave_from={math.floor((begin.job_end_time or 0) - begin.grace_period)}")
+    return "\n".join(lines) + "\n"
 
 
 def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, ended: ChainEnd, *, own_job: str, words: str = "") -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.checkpoint_records import started_attempts_backwards
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.restarts import iteration_resets, resets_iteration
 from relayrun.control.rundir.run import Run
@@ -239,12 +240,8 @@ def evaluation_seconds(run: Run, most: int) -> list[float]:
 def newest_valid_lines(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the lines that count, newest first, from the attempts' own files; read only as far as needed."""
     limit = float("inf")
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        begin = attempt.read_begin()
-        if begin is None:
-            continue
-        for line in attempt.metrics_backwards():
+    for number, begin in started_attempts_backwards(run):
+        for line in run.attempt(number).metrics_backwards():
             iteration = line.get("iteration", 0)
             if resets_iteration(line):
                 limit = min(limit, iteration)

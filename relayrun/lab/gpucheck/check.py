@@ -73,18 +73,12 @@ MINUTES = 5
 
 
 def run_check(
-    setup: CheckSetup,
-    *,
-    only: Sequence[str] = (),
-    output: Path | None = None,
-    minutes: float = MINUTES,
-    say: Callable[[str], None] = lambda text: None,
-    parts: Sequence[CheckPart] = PARTS,
+    setup: CheckSetup, *, only: Sequence[str], output: Path | None, minutes: float, say: Callable[[str], None]
 ) -> tuple[Path, list[CheckRow]]:
     """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check. `only`:
     names of parts, default all. The first part, which describes the machine, always runs."""
     began = time.monotonic()
-    chosen = select_parts(only, parts)
+    chosen = select_parts(only, PARTS)
     prepare_folder(setup)
     stretch = (TINY_TIME_FACTOR if setup.tiny else 1.0) * minutes / MINUTES
     found = run_parts(setup, chosen[:1], say, began=began, stretch=stretch)

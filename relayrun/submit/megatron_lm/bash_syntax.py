@@ -64,12 +64,6 @@ def line_number(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
-def end_of_line(text: str, at: int) -> int:
-    """Return the index of the end of the line around `at`."""
-    end = text.find("\n", at)
-    return len(text) if end < 0 else end
-
-
 class BashText:
     """Text of Bash. Each method returns the index behind the word, quote or expansion that begins at an index."""
 
@@ -114,7 +108,8 @@ class BashText:
                 if depth == 0:
                     return at
             elif char == "#" and not word:
-                at = end_of_line(self.text, at)
+                end_of_line = self.text.find("\n", at)
+                at = len(self.text) if end_of_line < 0 else end_of_line
             else:
                 word = char not in METACHARACTERS
                 at = self.token(at)

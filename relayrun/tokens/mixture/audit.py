@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, resume_point, started_attempts_backwards
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json
@@ -180,11 +180,9 @@ def audit_run(run: Run) -> AuditedRun:
     revision, state, states = revisions[-1], None, _loader_states(run)
     if states:
         state = read_json(max(states)[1])
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        begin = attempt.read_begin()
-        if begin is not None and attempt.data.is_file():
-            revision, state = begin.config_revision, read_json(attempt.data)
+    for number, begin in started_attempts_backwards(run):
+        if (data := run.attempt(number).data).is_file():
+            revision, state = begin.config_revision, read_json(data)
             break
     config = _native_config(run, revision)
     manifest = Manifest.read(run.manifest)

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.training import GlobalBatchSizes, IterationRange
+from relayrun.config.sections.training import IterationRange
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError
@@ -146,16 +146,13 @@ class Checkpointer:
         return self._sharded_state(found={})
 
     def restore_copy(
-        self,
-        plain: dict[str, Any],
-        sizes: GlobalBatchSizes,
-        fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
+        self, plain: dict[str, Any], fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]]
     ) -> TrainingProgress:
         """Restore a state of an unchanged layout; return its position.
 
         `plain`: its plain values. `fill(wanted, plain)` returns the wanted parts merged with the plain values.
         """
-        position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
+        position, hooks = self._position(plain, foreign=False), dict(plain)
         state = fill(self.wanted_state(), plain)
         self.model.load(state["model"])
         self.optimizer.load(state["optimizer"], position)
@@ -247,8 +244,8 @@ class Checkpointer:
         publish.prune_checkpoints(self.run, self.attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
-    def load(self, path: Path, sizes: GlobalBatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
-        """Load the state at `path`; return its position, to continue with these batch sizes.
+    def load(self, path: Path, *, root: str | None, foreign: bool = False) -> TrainingProgress:
+        """Load the state at `path`; return its position, to continue with the config's batch sizes.
 
         `root`: the checksum of its commit, None without a commit. `foreign`: the checkpoint belongs to another run;
         settings may leave parts out, which then start anew. If the layout of the ranks has changed, generators keep
@@ -259,7 +256,7 @@ class Checkpointer:
         checkpoint, or if content is missing.
         """
         try:
-            return self._load(path, sizes, root=root, foreign=foreign)
+            return self._load(path, root=root, foreign=foreign)
         except BaseException as error:  # torch's CheckpointException is not an Exception
             if (damaged := reported_error(error, DamagedCheckpoint)) is not None:
                 raise damaged from None
@@ -289,12 +286,13 @@ class Checkpointer:
             log.warning("%s was saved without checksums: its bytes are taken as they are", path)
         return reader
 
-    def _load(self, path: Path, sizes: GlobalBatchSizes, *, root: str | None, foreign: bool) -> TrainingProgress:
+    def _load(self, path: Path, *, root: str | None, foreign: bool) -> TrainingProgress:
         reader = self._open(path, root)
         common = reader.common()
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
-        position = TrainingProgress(sizes) if anew else self._position(common, sizes, foreign=foreign)
+        sizes = self.config.training.batch_sizes
+        position = TrainingProgress(sizes) if anew else self._position(common, foreign=foreign)
         if with_optimizer:
             compatibility.refuse_other_fixed_settings(common["fixed"], self._fixed, path)
         wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
@@ -339,7 +337,8 @@ class Checkpointer:
             words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
             log.info("%s: %s", reader.folder, words)
 
-    def _position(self, common: dict[str, Any], sizes: GlobalBatchSizes, *, foreign: bool) -> TrainingProgress:
+    def _position(self, common: dict[str, Any], *, foreign: bool) -> TrainingProgress:
+        sizes = self.config.training.batch_sizes
         if foreign and self._settings.no_load_data:
             iteration = common["progress"]["iteration"]
             return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])

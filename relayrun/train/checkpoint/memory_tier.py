@@ -30,10 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDi
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.agent.memory_copies import SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
-from relayrun.control.rundir.attempt import Attempt
 from relayrun.files import write_atomic
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
@@ -146,17 +143,9 @@ def divide_among_node(folder: Path, ranks: Ranks, per_node: int, parts: Sequence
 class MemoryTier:
     """Copies of one rank. All ranks call every method together."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: RunConfig,
-        attempt: Attempt,
-        checkpointer: Checkpointer,
-        ranks: Ranks,
-        *,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, folder: Path, checkpointer: Checkpointer, *, metrics: Metrics) -> None:
         """`folder`: the agent's folder in memory."""
+        config, ranks = checkpointer.config, checkpointer.ranks
         self._checkpointer, self._ranks, self._metrics = checkpointer, ranks, metrics
         self._interval, self._newest = config.checkpoint.memory_interval, 0
         self._slots = [MemorySlot(folder, ranks.rank, number) for number in range(SLOTS_PER_RANK)]
@@ -164,7 +153,7 @@ class MemoryTier:
         self._division: NodeDivision | None = None
         self._neighbour: NeighbourReplica | None = None
         if self._per_node < ranks.world_size:
-            secret = attempt.read_secret()
+            secret = checkpointer.run.attempt(checkpointer.attempt).read_secret()
             self._neighbour = NeighbourReplica(folder, ranks, per_node=self._per_node, secret=secret)
         self._on = True
         self.source = "memory"
@@ -219,7 +208,7 @@ class MemoryTier:
         if self._neighbour is not None:
             self._neighbour.discard(after=after)
 
-    def load(self, iteration: int, sizes: GlobalBatchSizes) -> TrainingProgress | None:
+    def load(self, iteration: int) -> TrainingProgress | None:
         """Restore the copies of this iteration; return their position.
 
         None, on every rank, if a rank has neither an intact copy nor one at its neighbour; then nothing has changed.
@@ -259,7 +248,7 @@ class MemoryTier:
             state: dict[str, Any] = apply_factory_merges(plain, factories)
             return state
 
-        return self._checkpointer.restore_copy(torch.load(io.BytesIO(plain), weights_only=True), sizes, fill)
+        return self._checkpointer.restore_copy(torch.load(io.BytesIO(plain), weights_only=True), fill)
 
     def _divide(self, tensors: Sequence[ShardedTensor]) -> NodeDivision:
         if self._division is None:

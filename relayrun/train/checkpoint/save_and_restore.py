@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import (
@@ -42,7 +41,6 @@ from relayrun.train.checkpoint.async_writer import BackgroundSave
 from relayrun.train.checkpoint.checkpointer import Checkpointer, SaveFailed
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
 from relayrun.train.checkpoint.memory_tier import MemoryTier
-from relayrun.train.distributed import Ranks
 from relayrun.train.hook_list import Hooks
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.reporting import liveness
@@ -222,10 +220,7 @@ class StateRestorer:
     `guard` counts rollbacks; `memory` is None without copies in memory; `say` writes for people.
     """
 
-    run: Run
     attempt: Attempt
-    config: RunConfig
-    ranks: Ranks
     checkpointer: Checkpointer
     guard: LossGuard
     memory: MemoryTier | None
@@ -235,14 +230,14 @@ class StateRestorer:
         """Restore the state of this start: from memory if the agents say so, else from `base`."""
         iteration = liveness.memory_iteration()
         if self.memory is not None and iteration is not None:
-            position = self.memory.load(iteration, self.config.training.batch_sizes)
+            position = self.memory.load(iteration)
             if position is not None:
                 return RestoredState(position=position, source=self.memory.source, durable=base.iteration)
             self.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
         if self.memory is not None:
             self.memory.discard()
         position, taken = self.load_newest_intact(base)
-        if self.ranks.rank == 0 and liveness.restart_number() > 1:  # the base may have changed
+        if self.checkpointer.ranks.rank == 0 and liveness.restart_number() > 1:  # the base may have changed
             restarts.mark_restart_in_metrics(self.attempt, taken.iteration, number=liveness.restart_number())
         return RestoredState(position=position, source=taken.path or "", durable=position.iteration)
 
@@ -264,23 +259,23 @@ class StateRestorer:
                         hint="more likely it is this node's memory, network or file system",
                     ) from None
                 self.say(f"iteration {base.iteration} is damaged: {error.message}")
-                base = self.ranks.on_first_rank(
-                    partial(quarantine_and_fall_back, self.run, self.attempt, base, error), QuarantineFailed
-                )
-        return TrainingProgress(self.config.training.batch_sizes), base
+                run, ranks = self.checkpointer.run, self.checkpointer.ranks
+                moved = partial(quarantine_and_fall_back, run, self.attempt, base, error)
+                base = ranks.on_first_rank(moved, QuarantineFailed)
+        return TrainingProgress(self.checkpointer.config.training.batch_sizes), base
 
     def _checkpoint(self, iteration: int, path: str) -> TrainingProgress:
         """Load a checkpoint and skip the samples of earlier rollbacks. Raises DamagedCheckpoint on all ranks."""
-        own = is_checkpoint_of(self.run, ResumePoint(iteration=iteration, path=path))
-        root = self.ranks.on_first_rank(partial(checksums.committed_checksum, path), InputError)
-        position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
+        run, ranks = self.checkpointer.run, self.checkpointer.ranks
+        own = is_checkpoint_of(run, ResumePoint(iteration=iteration, path=path))
+        root = ranks.on_first_rank(partial(checksums.committed_checksum, path), InputError)
+        position = self.checkpointer.load(Path(path), root=root, foreign=not own)
         if position.iteration != iteration:
             raise FatalTrainingError(
                 f"holds iteration {position.iteration}, but this attempt begins at {iteration}", where=path
             )
-        before = self.ranks.on_first_rank(
-            partial(restarts.rollbacks_since_save, self.run, iteration, position.consumed_samples), InputError
-        )
+        since_save = partial(restarts.rollbacks_since_save, run, iteration, position.consumed_samples)
+        before = ranks.on_first_rank(since_save, InputError)
         if before:
             position.pass_over(before[-1].next_sample)
             self.guard.rollbacks += len(before)

@@ -130,11 +130,9 @@ def _have(line: Sequence[CheckpointCommit]) -> str:
 
 def _revision(run: Run, iteration: int) -> int | None:
     """Return the config revision of the newest attempt that committed this iteration."""
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        if any(commit.iteration == iteration for commit in attempt.read_commits()):
-            begin = attempt.read_begin()
-            return None if begin is None else begin.config_revision
+    for number, begin in checkpoint_records.started_attempts_backwards(run):
+        if any(commit.iteration == iteration for commit in run.attempt(number).read_commits()):
+            return begin.config_revision
     return None
 
 

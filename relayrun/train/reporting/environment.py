@@ -37,6 +37,7 @@ def describe_environment(
 ) -> str:
     """Return the text of compute_environment.txt. `root`: folder of the running code."""
     commit, difference = checkout_state(root)
+    packages = {(entry.metadata["Name"] or "").lower(): entry.version for entry in importlib.metadata.distributions()}
     sections = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join(sys.orig_argv),
@@ -50,7 +51,7 @@ def describe_environment(
         "difference to the commit": difference or "none",
         "machine": f"{platform.platform()}, Python {platform.python_version()}",
         "GPUs": "\n".join(map(gpu_line, node_gpus())) or "none that nvidia-smi shows",
-        "packages": "\n".join(installed_packages()),
+        "packages": "\n".join(f"{name}=={version}" for name, version in sorted(packages.items())),
         "environment": "\n".join(shown_variables(environment)),
     }
     text = "".join(f"== {name}\n{content.rstrip()}\n\n" for name, content in sections.items())
@@ -71,12 +72,6 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
         if SECRET_WORD.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"<{name}>")
     return mask_tokens(text)[0]
-
-
-def installed_packages() -> list[str]:
-    """Return `name==version` of all installed packages."""
-    found = {(entry.metadata["Name"] or "").lower(): entry.version for entry in importlib.metadata.distributions()}
-    return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
 def container_description(srun_options: Sequence[str], command: Sequence[str] = ()) -> str:

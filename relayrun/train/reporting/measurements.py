@@ -7,7 +7,7 @@ when the device has been waited for. GPU times are events. Out: fields of `Step`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -43,7 +43,12 @@ class IntervalMetrics:
         self._divided = config.parallel.use_distributed_optimizer
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._weights = settings.log_params_norm or settings.log_params_norm_per_param
-        self._parameters = dict(_named_parameters(model)) if self._weights else {}
+        self._parameters = {
+            name: parameter
+            for parameter, name in (parameter_names(model.chunks) if self._weights else ())
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+        }
+        """This rank's parameters by layout-independent names, without duplicates of other ranks."""
         self._names: list[str] = []
         if self._weights:
             self._names = sorted({name for names in ranks.gather(list(self._parameters)) for name in names})
@@ -99,13 +104,6 @@ class IntervalMetrics:
             found.index_copy_(0, self._places, torch.stack(norms).square())
         dist.all_reduce(found)
         return found
-
-
-def _named_parameters(model: ModelStage) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters by layout-independent names, without duplicates of other ranks."""
-    for parameter, name in parameter_names(model.chunks):
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-            yield name, parameter
 
 
 def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:

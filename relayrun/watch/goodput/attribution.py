@@ -145,8 +145,9 @@ def attribute_time(
     _attribute_start(ledger, facts)
     steps = _Steps(ledger, facts)
     for block in blocks:
-        for part in _split_at_rollbacks(block):
-            for piece in steps.split_at_restarts(part):
+        rollbacks = sorted(row for row, record in block.records.items() if row and resets_iteration(record))
+        for first, end in pairwise([0, *rollbacks, block.rows]):
+            for piece in steps.split_at_restarts(block.part(first, end)):
                 counts = steps.take(piece)
                 if seen is not None:
                     seen(piece, counts)
@@ -320,12 +321,6 @@ class _Steps:
         nodes = self._ledger.training
         work.mfu_seconds += nodes * float((np.nan_to_num(columns["mfu"]) * seconds)[steps].sum())
         work.tflop_seconds += nodes * float((np.nan_to_num(columns["model_tflops_per_gpu"]) * seconds)[steps].sum())
-
-
-def _split_at_rollbacks(block: MetricsBlock) -> Iterator[MetricsBlock]:
-    edges = [0, *sorted(row for row, record in block.records.items() if row and resets_iteration(record)), block.rows]
-    for first, end in pairwise(edges):
-        yield block.part(first, end)
 
 
 def _as_microseconds(seconds: Column, *, most: float = LONGEST_STEP_SECONDS) -> Amounts:

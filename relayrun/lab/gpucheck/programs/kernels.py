@@ -48,12 +48,6 @@ END_TOKEN = 0
 """End-of-document token."""
 
 
-def config_files(program: RankProgram) -> dict[str, Path]:
-    """Return the configs in the folder `--configs` by their names, without those of exact twins."""
-    files = sorted(Path(program.options.configs).glob("*.yaml"))
-    return {path.stem: path for path in files if not path.stem.endswith("-exact")}
-
-
 def train_config(program: RankProgram, path: Path) -> dict[str, Any]:
     """Train a variant, and compute its loss by its exact twin. Raises any error of torch."""
     config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
@@ -349,7 +343,8 @@ def try_every_kernel() -> None:
             environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             command, pipe = [sys.executable, "-W", "ignore", "-c", FORKED], subprocess.PIPE
             forked = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
-    rows |= {name: ("", partial(train_config, path=path)) for name, path in config_files(program).items()}
+    configs = [path for path in sorted(Path(program.options.configs).glob("*.yaml")) if "-exact." not in path.name]
+    rows |= {path.stem: ("", partial(train_config, path=path)) for path in configs}
     if forked is not None:
         rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
     found: dict[str, Any] = {}
