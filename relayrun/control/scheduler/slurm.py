@@ -213,7 +213,10 @@ class Slurm(SlurmCommands, Scheduler):
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
-        chosen = chosen_partitions(self.partitions(), plan.sbatch_options.get("partition"))
+        rows: list[dict[str, str]] = []
+        with contextlib.suppress(SchedulerError):  # asked once: sbatch says what is wrong with the controller
+            rows = Slurm(patience=0).partitions()
+        chosen = chosen_partitions(rows, plan.sbatch_options.get("partition"))
         if "qos" not in plan.sbatch_options and (exceeded := exceeded_limits(chosen, plan)):  # a QOS may lift them
             raise SchedulerError(exceeded[0][1])
         tested = [first_test(self, script, {}, plan.spare_nodes)]
