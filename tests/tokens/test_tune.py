@@ -98,11 +98,13 @@ def test_the_steps_of_a_pipeline_are_measured(
     (tmp_path / "data.yaml").write_text(
         f"tokenizer: {tmp_path}/tok\ntokenizer_name: t\ndataset_name: d\nmetadata_folder: {tmp_path}/crawl-dumps\n"
         f"output_folder: {tmp_path}/tokens\nreader: jsonl\npipeline:\n  - sampler: {{rate: 0.5}}\n"
+        "cluster: {name: c, scheduler: slurm, cost_per_node_hour: 1000000, currency: CHF}\n"
     )
     command[2] = str(tmp_path / "crawl-dumps")
     asked = [*command, "--workers", "1", "--batch-bytes", "100000", "--seconds", "1", "--steps"]
     assert cli.main([*asked, str(tmp_path / "data.yaml")]) == 0
     forecast = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(
-        r"all dumps, 0\.0 GB of files: about \S+ hours of one node, 0\.\d GB of memory on each", forecast
+        r"all dumps, 0\.0 GB of files: about \S+ hours of one node \([\d,.]+ CHF\), 0\.\d GB of memory on each",
+        forecast,
     )

@@ -177,7 +177,7 @@ def run_tune(options: argparse.Namespace) -> int:
     best = tune.recommend_trial(trials)
     settings = f"workers: {best.workers}, batch_bytes: {best.batch_bytes}, and tasks: {best.workers} or more"
     print(f"recommended for this node: {settings}")
-    print(tune.forecast(best, options.folder))
+    print(tune.forecast(best, options.folder, options.steps))
     return 0
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun import places
+from relayrun.control.rundir.plan import cost_words
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.publishing import work_folder
@@ -26,6 +27,7 @@ from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
+from relayrun.tokens.tokenize.job_config import load_tokenization_config
 from relayrun.tokens.tokenize.options import TokenizeOptions, options_to_flags
 
 TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
@@ -96,11 +98,18 @@ def recommend_trial(trials: Sequence[TuningTrial]) -> TuningTrial:
     return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
 
 
-def forecast(trial: TuningTrial, metadata_folder: str | os.PathLike[str]) -> str:
-    """Describe the time and memory of all dumps with the settings of a trial."""
+def forecast(trial: TuningTrial, metadata_folder: str | os.PathLike[str], steps: str | None = None) -> str:
+    """Describe the time, memory and cost of all dumps with the settings of a trial. The cost is that of the site in
+    `steps`, a YAML as in `run_trials`."""
     size, memory = sum(DumpsFolder(metadata_folder).sizes().values()), trial.workers * trial.worker_bytes / 1e9
     hours = size * trial.tokens_per_byte / trial.tokens_per_second / 3600 if trial.tokens_per_second else 0
-    said = f"about {hours:,.2g} hours of one node" if hours else "hours unknown, as no file ended: give more --seconds"
+    site = None if steps is None else load_tokenization_config(steps).cluster
+    cost = cost_words(hours, site) if site is not None else ""
+    said = (
+        f"about {hours:,.2g} hours of one node{cost}"
+        if hours
+        else "hours unknown, as no file ended: give more --seconds"
+    )
     return f"all dumps, {size / 1e9:,.1f} GB of files: {said}, {memory:,.1f} GB of memory on each"
 
 
