@@ -226,7 +226,7 @@ def test_shards_that_nobody_knows_are_not_mixed_in(run: Run, data: Path, out: Pa
         (
             "t.jsonl.gz",
             gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
-            r"t\.jsonl\.gz: cannot be read.*[Tt]runcated",
+            r"t\.jsonl\.gz: cannot be read, it may be torn: a member of gzip has no end",
         ),
         ("t.jsonl.zst", zstandard.compress(os.urandom(999).hex().encode())[:-9], r"t\.jsonl\.zst: cannot be read"),
         ("j.jsonl", b'{"text": "x"}\n{"text": \n', r"j\.jsonl:2: this line is not JSON"),

@@ -162,8 +162,8 @@ def test_a_data_set_below_a_url_gives_the_shards_of_the_folder_by_every_door(tmp
     data, metadata = tmp_path / "da ta", tmp_path / "far" / "meta"
     data.mkdir()
     write_parquet(data / "a '.parquet", list(TEXTS))
-    for name in ("b.jsonl", "c.jsonl.gz", "d.jsonl.zst"):
-        write_jsonl(data / name, list(TEXTS) * 2)
+    for times, name in enumerate(("b.jsonl", "c.jsonl.gz", "d.jsonl.zst"), start=2):
+        write_jsonl(data / name, list(TEXTS) * times)
     common = {
         "tokenizer": str(train_tokenizer(tmp_path / "tok/tokenizer.json").parent),
         "tokenizer_name": "T",

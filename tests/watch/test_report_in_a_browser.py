@@ -73,7 +73,7 @@ def test_a_run_of_three_attempts(tab: Page, two: list[RunReportData], tmp_path: 
 
 def test_names_and_words_without_a_space(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:
     long = "without-a-space-" * 20
-    account = replace(two[0].account, name=long)
+    account = replace(two[0].account, plan=replace(two[0].account.plan, run=long))
     entry = replace(two[0], account=account, config=long, run=Run(Path("/") / long[:200] / long[:200]))
     entry = replace(
         entry, validation={long: two[0].validation["held-out web"]}, status=replace(entry.status, stop=long)
