@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.files import write_atomic
 from tests.waiting import wait_for
 
 BUCKET = "mine"
@@ -34,9 +35,7 @@ class ObjectServer:
 
     def fail(self, faults: Mapping[str, list[Fault]]) -> None:
         """Give the next requests of a method (PUT, GET, HEAD) these faults."""
-        temporary = self._faults.with_suffix(".tmp")
-        temporary.write_text(json.dumps(faults))
-        os.replace(temporary, self._faults)
+        write_atomic(self._faults, json.dumps(faults))
 
     def faults_left(self) -> int:
         return sum(map(len, json.loads(self._faults.read_text()).values()))
@@ -93,7 +92,7 @@ def _serve(folder: Path) -> None:
             if not faults.get(method):
                 return None
             fault = faults[method].pop(0)
-            file.write_text(json.dumps(faults))
+            write_atomic(file, json.dumps(faults))
             return fault
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:

@@ -176,7 +176,7 @@ def test_a_worker_has_no_secret_but_for_files_below_urls(
     order = order_of(run)
     _, worker = beside(run, order, 0, 0, 1)
     try:
-        found = Path(f"/proc/{worker.pid}/environ").read_bytes()
+        found = wait_for(Path(f"/proc/{worker.pid}/environ").read_bytes)  # empty until the program has begun
         assert b"a-secret-0123456789" not in found
         assert b"WORDS=kept" in found
     finally:
