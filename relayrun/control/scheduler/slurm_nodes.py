@@ -26,12 +26,10 @@ _AWAY = re.compile("node configuration is not available|[Nn]odes? not available"
 _HEADER = re.compile(r"^#SBATCH +--([a-z-]+)[= ]\"?([^\s\"]*)", re.M)
 _UNUSABLE = ("drain", "maint", "reserved", "down", "fail", "unknown", "reboot", "power", "planned")
 """How Slurm's words begin for the state of a node that no job can use now."""
-NODES_TEST_SECONDS = 20.0
-"""Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
-
-
 _RESERVATION = re.compile(r"ReservationName=(\S+).*\bNodes=(\S+)")
 """Name and nodes of a reservation: a job that would not end before it waits for its end, and its nodes are idle."""
+NODES_TEST_SECONDS = 20.0
+"""Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
 
 
 class SlurmNodes(UsableNodes):
@@ -98,10 +96,11 @@ def _nodes_to_wait_for(slurm: SlurmCommands, asked: Mapping[str, str]) -> list[s
     for partition, node, state, *resources in (line.split("|") for line in lines if line.count("|") == 6):
         chosen = partition.endswith("*") if names == ["*"] else partition.rstrip("*") in names
         if chosen and node not in excluded and _fits(asked, *resources):
-            found.setdefault(partition, {})[node] = state if state.startswith(_UNUSABLE) else coming.get(node, state)
+            away = state if state.startswith(_UNUSABLE) else coming.get(node, "")
+            found.setdefault(partition, {})[node] = away
     least = int(re.findall(r"\d+", asked.get("nodes", "1"))[0])
     waiting = (node for nodes in found.values() if len(nodes) >= least for node in nodes.items())
-    return sorted({f"{node} ({state})" for node, state in waiting if state.startswith(_UNUSABLE)})
+    return sorted({f"{node} ({why})" for node, why in waiting if why})
 
 
 def _fits(asked: Mapping[str, str], cpus: str, memory: str, gres: str, features: str) -> bool:

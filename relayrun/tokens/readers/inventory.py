@@ -181,10 +181,11 @@ def leave_out_twins(folder: str, inventory: Inventory, known: Collection[str] = 
     """Leave out each file that holds the text of another one: the same bytes, or the same after decompression. Returns
     also the suspects, by path of the other file: below a URL, which is not read, and files that cannot be read, they
     are taken. Of the same files one of `known` stays, or the shortest name."""
-    twins = find_twins(folder, sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path))))
+    files = sorted(inventory.taken, key=lambda file: (file.path not in known, len(file.path)))
+    twins, sums = find_twins(folder, files)
     if urls.is_url(folder):
         return inventory, twins
-    sums = _text_checksums(folder, sorted({path for pair in twins.items() for path in pair}))
+    sums |= _text_checksums(folder, sorted({path for pair in twins.items() for path in pair} - sums.keys()))
     for path, first in [*twins.items()]:
         of_one_name = uncompressed_name(path) == uncompressed_name(first)  # the older may be a leftover
         if not of_one_name and None not in (sums[path], sums[first]) and sums[path] != sums[first]:
@@ -209,10 +210,10 @@ def _text_checksums(folder: str, names: Sequence[str]) -> dict[str, str | None]:
         return dict(zip(names, pool.map(checksum, names), strict=True))
 
 
-def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
+def find_twins(folder: str, files: Sequence[DataFile]) -> tuple[dict[str, str], dict[str, str | None]]:
     """Map each file that may hold an earlier one's text to that file: the same name but for a compression, the same
     size and the same bytes at both ends, as links to one file have, or the same text in another compression. Below a
-    URL names are compared."""
+    URL names are compared. Return also the checksums of texts that were taken for it."""
     twins: dict[str, str] = {}
     firsts: dict[str, str] = {}
     sizes, alike = Counter(file.size for file in files), defaultdict[int, list[str]](list)
@@ -229,7 +230,7 @@ def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
         for first in (firsts.setdefault(key, file.path) for key in keys):
             if first != file.path:
                 twins.setdefault(file.path, first)
-    return twins
+    return twins, sums
 
 
 def _named_copies(files: Sequence[DataFile]) -> dict[str, str]:
