@@ -241,9 +241,11 @@ def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
 
 def fails_to_write(error: OSError, made: Path | None) -> bool:
     """True for an error about a file below `made`, or, without a file, about a disk."""
-    if error.filename is None:
-        return error.errno in _WRITES_FAIL
-    return made is not None and Path(os.fsdecode(error.filename)).is_relative_to(made)
+    return error.errno in _WRITES_FAIL if error.filename is None else _is_below(error.filename, made)
+
+
+def _is_below(name: str | bytes, folder: Path | None) -> bool:
+    return folder is not None and Path(os.fsdecode(name)).is_relative_to(folder)
 
 
 @contextlib.contextmanager
@@ -253,7 +255,7 @@ def blaming_output(final: Path, made: Path | None = None) -> Iterator[None]:
     try:
         yield
     except RelayrunError as error:
-        if error.where is not None and made is not None and Path(error.where).is_relative_to(made):
+        if error.where is not None and _is_below(error.where, made):
             error.where = str(final)
         raise
     except OSError as error:

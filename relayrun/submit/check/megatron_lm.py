@@ -109,10 +109,8 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
     for name, setting in settings.items():
         given, flag = os.environ.get(name, ""), merged.find(FLAG_OF_SETTING.get(setting, ""))
         if given and flag is not None and flag.source.startswith(f"{file}:") and not _is_same_value(given, runs[name]):
-            words, remedy = (
-                f"{name}={given} is given, and this file says {flag.text}",
-                f"leave {name} empty, or change the file",
-            )
+            words = f"{name}={given} is given, and this file says {flag.text}"
+            remedy = f"leave {name} empty, or change the file"
             findings.refuse(LAUNCHER_FINDING, words, where=flag.source, remedy=remedy)
 
 
@@ -248,8 +246,8 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
     if line.merged.find("profile") is not None and line.checkout.dialect is MegatronDialect.SWISS_AI:
         words = (
             "with --profile this checkout takes no signal: relayrun asks it by its own files; where Slurm alone asks, "
+            "the attempt does not save, and the next one goes on from its last checkpoint"
         )
-        words += "the attempt does not save, and the next one goes on from its last checkpoint"
         remedy = "profile in a run of its own, with checkpoint.interval below what may be lost"
         findings.warn("megatron_lm.profile", words, setting="debug.profile", remedy=remedy)
     stages, impl = line.merged.find("pipeline-model-parallel-size"), line.merged.find("transformer-impl")
@@ -265,8 +263,8 @@ def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Find
     if interval is not None and interval.values != ("1",):
         words = (
             f"{interval.text}: the chain sees only those iterations, and chain.hang_timeout must be longer than the "
+            "time between two of them"
         )
-        words += "time between two of them"
         findings.warn("megatron_lm.log", words, where=interval.source, remedy="leave log-interval out")
     if twice := line.repeated_saves:
         words = f"iteration {twice[0]} is saved twice, over itself: by --save-interval, and before the batch size grows"

@@ -92,10 +92,8 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         setting, groups = "command.progress", ", ".join(re.compile(command.progress).groupindex)
         said = f"lines that match have {groups}; whether it prints such lines"
     elif command.progress_file is not None:
-        setting, said = (
-            "command.progress_file",
-            f"its iterations are read from {command.progress_file}; whether it writes that",
-        )
+        setting = "command.progress_file"
+        said = f"its iterations are read from {command.progress_file}; whether it writes that"
     else:
         said = "it is to say its iterations by relayrun.client; whether it does"
         then = f". Without, it is ended when it prints nothing new for {config.chain.start_timeout} s "

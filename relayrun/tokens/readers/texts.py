@@ -131,7 +131,7 @@ MAX_ROWS = 1024
 TEXT_TYPES = (pa.string(), pa.large_string())
 """Types of columns of texts, with 32-bit or 64-bit offsets."""
 _BYTE_TYPES = (pa.binary(), pa.large_binary())
-"""Those of bytes, which may be texts without their mark."""
+"""Types of columns of bytes, in which Spark, Hive and Impala write texts."""
 
 
 class LongText:

@@ -105,11 +105,9 @@ def forecast(trial: TuningTrial, metadata_folder: str | os.PathLike[str], steps:
     hours = size * trial.tokens_per_byte / trial.tokens_per_second / 3600 if trial.tokens_per_second else 0
     site = None if steps is None else load_tokenization_config(steps).cluster
     cost = cost_words(hours, site) if site is not None else ""
-    said = (
-        f"about {hours:,.2g} hours of one node{cost}"
-        if hours
-        else "hours unknown, as no file ended: give more --seconds"
-    )
+    said = f"about {hours:,.2g} hours of one node{cost}"
+    if not hours:
+        said = "hours unknown, as no file ended: give more --seconds"
     return f"all dumps, {size / 1e9:,.1f} GB of files: {said}, {memory:,.1f} GB of memory on each"
 
 
