@@ -22,7 +22,6 @@ import s3fs
 from relayrun.cli import main
 from relayrun.errors import InputError, RelayrunError
 from relayrun.tokens.curate.dedup_jobs import deduplicate
-from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.dump_status import dedup_status
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, load_tokenization_config
@@ -39,10 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def place(tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Place:
-    server.environment(monkeypatch)
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.fail({})
-    monkeypatch.setattr(urls, "RETRY_PAUSES", (0.05,) * 5)
+    server.begin(monkeypatch)
     return Place(tmp_path, documents() + parts("\n"))
 
 

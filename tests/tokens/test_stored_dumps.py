@@ -87,10 +87,7 @@ def submit(config: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Place:
-    server.environment(monkeypatch)
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.fail({})
-    monkeypatch.setattr(urls, "RETRY_PAUSES", (0.05,) * 5)
+    server.begin(monkeypatch)
     return Place(tmp_path)
 
 
