@@ -195,8 +195,8 @@ def test_a_needle_is_found_whatever_its_bytes(needle: bytes) -> None:
 
 @pytest.mark.parametrize("shuffle_buffer", [128, 0])
 def test_lanes_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle_buffer: int) -> None:
-    """Texts whose lengths differ as those of the web do: behind 50 blocks, lanes with shares by chance are up to ten
-    blocks apart, and some of them read blocks again."""
+    """Texts whose lengths differ as those of the web do: lanes with shares by chance come apart by more and more
+    blocks, and then read some of them again."""
     monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 32)
     lengths = np.random.default_rng(1).lognormal(5, 1, 6_400).astype(int)
     write(tmp_path, "parquet", [6_400], group=1000, extra={row: "y" * int(n) for row, n in enumerate(lengths)})

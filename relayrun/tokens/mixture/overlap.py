@@ -44,8 +44,8 @@ class Overlap:
 
     @property
     def large(self) -> bool:
-        """True for a copy of the text: more than 1% of the documents, but for a few tokens, or half of the n-grams. Of
-        separate prose below 2% of the n-grams stand in other text, of program code up to a third."""
+        """True for a copy of the text: more than 1% of the documents, but for a few tokens, or half of the n-grams.
+        Separate texts share some: program code more than prose."""
         return self.same + self.nearly > 0.01 * self.documents or self.ngram_share > 0.5
 
     def __str__(self) -> str:

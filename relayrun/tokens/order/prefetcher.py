@@ -40,7 +40,7 @@ class Prefetcher(Generic[T]):
         self._closing = READER_CLOSED.get() or threading.Event()
         self._end: _EndOfItems | None = None
         self._queue: SimpleQueue[T | _EndOfItems] = SimpleQueue()
-        self._room: SimpleQueue[None] = SimpleQueue()  # a Semaphore is Python code, which costs 3% of a batch of shards
+        self._room: SimpleQueue[None] = SimpleQueue()  # a Semaphore is Python code, which a batch of shards pays for
         for _ in range(depth):
             self._room.put(None)
         self._thread: threading.Thread | None = None
