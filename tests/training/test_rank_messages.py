@@ -285,6 +285,7 @@ def test_a_copy_counts_only_with_the_hmac_of_this_transfer(
         other = warm.start(second, stdout=nothing.fileno(), stderr=nothing.fileno())
     done = warm.run(first)
     other.kill()
+    other.wait(60)
     assert done.stdout.splitlines()[-1] == f"kept {kept}", done.stdout + done.stderr
     assert ("bytes without the HMAC of this attempt" in done.stdout) == bool(changes)
 
