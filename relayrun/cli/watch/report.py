@@ -12,7 +12,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run, find_runs_of
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
@@ -40,10 +39,11 @@ def run_report(options: argparse.Namespace) -> int:
     if target is None and not options.text:
         names = "-".join(run.path.name for run in runs)
         target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
-    check_outputs({"--html": target})
-    # reads data sets and configs: slow imports, not needed for goodput
+    # these read site files, data sets and configs: slow imports, not needed for goodput and metrics
+    from relayrun.config.compose.writable import check_outputs
     from relayrun.watch.report import page, report_data
 
+    check_outputs({"--html": target})
     found = []
     for run in runs:
         with _reading(run):

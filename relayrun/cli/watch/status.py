@@ -149,7 +149,7 @@ def follow(name: str | None, interval: float) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             now = time.time()
-            runs = one or find_runs.without_old_runs(find_runs.all_run_folders(), now=now)
+            runs = one or find_runs.newer_run_folders(now=now)
             found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
             show(found, now)
             if one and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found):

@@ -127,7 +127,7 @@ class CampaignMembership(Record):
     member: str
 
 
-def is_campaign(folder: Path) -> bool:
+def is_campaign(folder: Path | str) -> bool:
     """Return whether a folder is a campaign."""
     return os.path.isfile(f"{folder}/campaign.json")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,22 +74,28 @@ def _nearest_run(name: str, path: Path) -> str:
 
 def all_run_folders() -> list[Run]:
     """Return all directories project/name below logs/runs of the project, complete or not, except campaigns."""
-    return [Run(path) for path in _project_run_folders() if not is_campaign(path)]
+    return [Run(Path(path)) for path in _project_run_folders() if not is_campaign(path)]
+
+
+def newer_run_folders(*, now: float) -> list[Run]:
+    """Return `all_run_folders` without the runs whose chains ended long ago (OLD_SECONDS)."""
+    return [Run(Path(path)) for path in _project_run_folders() if not _is_old(path, now) and not is_campaign(path)]
 
 
 def without_old_runs(runs: Iterable[Run], *, now: float) -> list[Run]:
     """Leave out the runs whose chains ended long ago (OLD_SECONDS)."""
-    found = []
-    for run in runs:
-        with contextlib.suppress(OSError):  # the chain has not ended
-            if now - os.stat(f"{run.path}/{STOP_NAME}").st_mtime > OLD_SECONDS:
-                continue
-        found.append(run)
-    return found
+    return [run for run in runs if not _is_old(str(run.path), now)]
 
 
-def _project_run_folders() -> list[Path]:
-    return [Path(path) for project in _folders(str(runs_folder())) for path in _folders(project)]
+def _is_old(folder: str, now: float) -> bool:
+    try:  # cheaper than a context
+        return now - os.stat(f"{folder}/{STOP_NAME}").st_mtime > OLD_SECONDS
+    except OSError:  # the chain has not ended
+        return False
+
+
+def _project_run_folders() -> list[str]:
+    return [path for project in _folders(str(runs_folder())) for path in _folders(project)]
 
 
 def _folders(folder: str) -> list[str]:
@@ -112,7 +117,7 @@ def find_campaign(name: str) -> Path:
         membership = read_membership(Run(folder))
         if membership is not None:
             return Path(membership.folder)
-    known = [f"{path.parent.name}/{path.name}" for path in _project_run_folders() if is_campaign(path)]
+    known = ["/".join(path.split("/")[-2:]) for path in _project_run_folders() if is_campaign(path)]
     usual = f"give its directory, or project/name below {runs_folder()}"
     hint = "; ".join(filter(None, [did_you_mean(name, known), usual]))
     raise RunDirError("there is no such sweep and no such stages", where=name, hint=hint)
@@ -150,7 +155,7 @@ def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
 def find_runs_of(names: Sequence[str], *, now: float) -> list[Run]:
     """Return the runs with these names and, without those whose chains ended long ago, the runs of these project
     folders or below these folders; without names, of this project. Raises RunDirError if a name has none."""
-    found = [] if names else without_old_runs(all_run_folders(), now=now)
+    found = [] if names else newer_run_folders(now=now)
     for name in names:
         try:
             found.append(find_run(name))

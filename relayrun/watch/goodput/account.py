@@ -19,8 +19,8 @@ import relayrun
 from relayrun.control.chain.budget import used_node_seconds
 from relayrun.control.rundir.attempt import METRICS_NAME
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
-from relayrun.files import file_identity
+from relayrun.control.rundir.run import ATTEMPTS_NAME, Run
+from relayrun.files import file_identities, file_identity
 from relayrun.trust import read_cache, write_cache
 from relayrun.watch.goodput.attribution import (
     NEEDED_COLUMNS,
@@ -164,9 +164,30 @@ def account_for_run(
     """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `seen`
     returns an allocation's callback of `attribute_time`; `also` names further columns for it."""
     facts = facts or read_run_facts(run)
+    found = account_for_allocations(facts.allocations, seen=seen, also=also)
+    return NodeTimeAccount(
+        run=run,
+        plan=facts.plan,
+        allocations=found,
+        parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
+        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
+        waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
+        losses=lost_time_by_cause(found),
+        evaluated_outside=facts.evaluated_outside,
+    )
+
+
+def account_for_allocations(
+    allocations: Sequence[NodeAllocation],
+    *,
+    known: int = 0,
+    seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
+    also: Sequence[str] = (),
+) -> list[AllocationAccount]:
+    """Book the node time of the consecutive allocations of a run without the first `known`; see `account_for_run`."""
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
-    for allocation in facts.allocations:
+    for number, allocation in enumerate(allocations[known:], known):
         own = allocation.facts
         blocks = () if own is None else read_metrics_blocks(f"{own.attempt.folder}/{METRICS_NAME}", names)
         booked = attribute_time(allocation, blocks, seen=None if seen is None else seen(allocation))
@@ -178,19 +199,10 @@ def account_for_run(
                 parts=booked.parts,
                 stepped=booked.stepped,
                 work=booked.work,
-                waited=divide_wait(allocation, found[-1].allocation if found else None),
+                waited=divide_wait(allocation, allocations[number - 1] if number else None),
             )
         )
-    return NodeTimeAccount(
-        run=run,
-        plan=facts.plan,
-        allocations=found,
-        parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
-        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
-        waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
-        losses=lost_time_by_cause(found),
-        evaluated_outside=facts.evaluated_outside,
-    )
+    return found
 
 
 def first_submit(first: AllocationAccount) -> int:
@@ -238,8 +250,10 @@ def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
     """
     name = hashlib.sha256(str(run.path.absolute()).encode()).hexdigest()
     # in a folder whole files are made or replaced; the metrics are appended to
-    folders = [(number, run.attempt(number).folder) for number in run.attempt_numbers()]
-    files = [(number, file_identity(path), file_identity(f"{path}/{METRICS_NAME}")) for number, path in folders]
+    attempts = run.attempt_numbers()
+    own = [name for number in attempts for name in (f"{number:04}", f"{number:04}/{METRICS_NAME}")]
+    identities = file_identities(f"{run.path}/{ATTEMPTS_NAME}", own) if own else []
+    files = [*zip(attempts, identities[::2], identities[1::2], strict=True)]
     text = read_cache("runs", name)
     known = NOTHING_KEPT if text is None else json.loads(text)
     same = known["identity"] == _identity(run, files, known["sums"]["attempt"])
@@ -250,7 +264,7 @@ def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
         if (numbers[0], facts[0].limit) == (kept["sums"]["attempt"], kept["limit"]):
             break
     sums, whole = Counter[str](kept["sums"]), kept is NOTHING_KEPT
-    new = account_for_run(run, facts=found).allocations[not whole :]
+    new = account_for_allocations(found.allocations, known=not whole)
     used = partial(used_node_seconds, run, plan, until=now)
     sums["used"] += to_microseconds(used(since=0.0 if whole else new[0].allocation.start))
     if len(new) > 1 and numbers == sorted(numbers):
