@@ -184,10 +184,12 @@ def read_descriptor(fd: int, size: int) -> bytes:
     return text
 
 
-def stat_of(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> os.stat_result | None:
+def stat_of(
+    path: str | os.PathLike[str], *, follow_symlinks: bool = True, dir_fd: int | None = None
+) -> os.stat_result | None:
     """Return the status of a file or folder; None if there is none. Raises OSError for other errors."""
     try:  # cheaper than a context: a look at many runs asks for the files of thousands of attempts
-        return os.stat(path, follow_symlinks=follow_symlinks)
+        return os.stat(path, follow_symlinks=follow_symlinks, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -206,27 +208,19 @@ def readable_text(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-def file_identity(path: str | os.PathLike[str]) -> FileIdentity | None:
+def file_identity(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> FileIdentity | None:
     """Return the identity of the file that has this name now, or None. Raises OSError."""
-    found = stat_of(path)
+    found = stat_of(path, dir_fd=dir_fd)
     return None if found is None else (found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 def file_identities(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileIdentity | None]:
-    """Return the identities of files and folders by their paths below a folder; None for those that are not there.
-    Raises OSError. Many in one folder cost half of their `file_identity`."""
-    found: list[FileIdentity | None] = []
+    """Return the identities of many files by their paths below a folder: each costs half. Raises OSError."""
     top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for name in names:
-            try:
-                each = os.stat(name, dir_fd=top)
-                found.append((each.st_size, each.st_mtime_ns, each.st_ino))
-            except (FileNotFoundError, NotADirectoryError):
-                found.append(None)
+        return [file_identity(name, dir_fd=top) for name in names]
     finally:
         os.close(top)
-    return found
 
 
 def leads_out(name: str) -> bool:

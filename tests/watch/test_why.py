@@ -185,9 +185,7 @@ def test_of_logs_of_64_ranks_with_200_mb_each_the_ends_alone_are_read(run: Run) 
     ],
     ids=["sparse", "sparse-with-an-end", "one-line-of-errors", "progress-bar", "one-line-before-the-end"],
 )
-def test_a_log_of_10_gb_or_of_one_line_is_explained_within_seconds(
-    run: Run, size: int, end: bytes, quote: str
-) -> None:
+def test_a_log_of_10_gb_or_of_one_line_is_explained_within_seconds(run: Run, size: int, end: bytes, quote: str) -> None:
     """All but the end of the file is a hole. A line of 4 MB with words like an error took more than four minutes."""
     error = run.path / "job-1.err"
     with error.open("wb") as file:

@@ -91,9 +91,8 @@ def run_goodput(options: argparse.Namespace) -> int:
 
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun metrics`."""
-    parser.add_argument(
-        "names", nargs="*", metavar="RUN|FOLDER", help="runs, projects, or folders of runs; default: all runs"
-    )
+    words = "runs, projects, or folders of runs; default: all runs"
+    parser.add_argument("names", nargs="*", metavar="RUN|FOLDER", help=words)
     to = parser.add_mutually_exclusive_group()
     words = "replace this file with the metrics, for the textfile collector of node_exporter"
     to.add_argument("--output", type=Path, metavar="FILE.prom", help=words)

@@ -158,36 +158,16 @@ def account_for_run(
     run: Run,
     *,
     facts: RunAllocations | None = None,
-    seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
-    also: Sequence[str] = (),
-) -> NodeTimeAccount:
-    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `seen`
-    returns an allocation's callback of `attribute_time`; `also` names further columns for it."""
-    facts = facts or read_run_facts(run)
-    found = account_for_allocations(facts.allocations, seen=seen, also=also)
-    return NodeTimeAccount(
-        run=run,
-        plan=facts.plan,
-        allocations=found,
-        parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
-        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
-        waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
-        losses=lost_time_by_cause(found),
-        evaluated_outside=facts.evaluated_outside,
-    )
-
-
-def account_for_allocations(
-    allocations: Sequence[NodeAllocation],
-    *,
     known: int = 0,
     seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
     also: Sequence[str] = (),
-) -> list[AllocationAccount]:
-    """Book the node time of the consecutive allocations of a run without the first `known`; see `account_for_run`."""
+) -> NodeTimeAccount:
+    """Book the node time of a run but for its first `known` allocations. Raises RunDirError if no attempt has begun, or
+    a record is damaged. `seen` returns an allocation's callback of `attribute_time`, `also` names columns for it."""
+    facts = facts or read_run_facts(run)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
-    for number, allocation in enumerate(allocations[known:], known):
+    for number, allocation in enumerate(facts.allocations[known:], known):
         own = allocation.facts
         blocks = () if own is None else read_metrics_blocks(f"{own.attempt.folder}/{METRICS_NAME}", names)
         booked = attribute_time(allocation, blocks, seen=None if seen is None else seen(allocation))
@@ -199,10 +179,19 @@ def account_for_allocations(
                 parts=booked.parts,
                 stepped=booked.stepped,
                 work=booked.work,
-                waited=divide_wait(allocation, allocations[number - 1] if number else None),
+                waited=divide_wait(allocation, facts.allocations[number - 1] if number else None),
             )
         )
-    return found
+    return NodeTimeAccount(
+        run=run,
+        plan=facts.plan,
+        allocations=found,
+        parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
+        work=CountedWork(**{name: sum(getattr(each.work, name) for each in found) for name in vars(CountedWork())}),
+        waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
+        losses=lost_time_by_cause(found),
+        evaluated_outside=facts.evaluated_outside,
+    )
 
 
 def first_submit(first: AllocationAccount) -> int:
@@ -264,7 +253,7 @@ def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
         if (numbers[0], facts[0].limit) == (kept["sums"]["attempt"], kept["limit"]):
             break
     sums, whole = Counter[str](kept["sums"]), kept is NOTHING_KEPT
-    new = account_for_allocations(found.allocations, known=not whole)
+    new = account_for_run(run, facts=found, known=not whole).allocations
     used = partial(used_node_seconds, run, plan, until=now)
     sums["used"] += to_microseconds(used(since=0.0 if whole else new[0].allocation.start))
     if len(new) > 1 and numbers == sorted(numbers):

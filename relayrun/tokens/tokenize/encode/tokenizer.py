@@ -36,6 +36,9 @@ from relayrun.tokens.tokenize.encode.tokenizer_files import check_convertible, r
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
 from relayrun.trust import read_cache, write_cache
 
+_LONG_TEXT_IDS = 2000
+"""Mean ids of a text from which a copy of each costs less than a mask over all ids."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentFraming:
@@ -62,12 +65,19 @@ class DocumentFraming:
         ends = np.cumsum(framed)
         total = int(framed.sum())
         out = np.empty(total, self.dtype) if room is None else room(total)
-        text = np.ones(out.size, np.bool_)
-        for token, places in ((self.bos_id, (ends - framed)[inside]), (self.eod_id, ends[inside] - 1)):
-            if token is not None:
-                out[places] = token
-                text[places] = False
-        out[text] = ids
+        places = ((self.bos_id, (ends - framed)[inside]), (self.eod_id, ends[inside] - 1))
+        specials = [(token, at) for token, at in places if token is not None]
+        for token, at in specials:
+            out[at] = token
+        if len(ids) > _LONG_TEXT_IDS * len(lengths):
+            begins = ends - framed + (self.bos_id is not None) * inside
+            for begin, taken, size in np.stack([begins, np.cumsum(lengths) - lengths, lengths], 1).tolist():
+                out[begin : begin + size] = ids[taken : taken + size]
+        else:
+            text = np.ones(total, np.bool_)
+            for _, at in specials:
+                text[at] = False
+            out[text] = ids
         return out, framed
 
 
