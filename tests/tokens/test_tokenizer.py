@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
 
@@ -125,3 +125,18 @@ def test_dropout_of_merges_is_switched_off_with_a_warning(
             *HuggingFaceEngine(loaded.tokenizer).encode(PackedTexts.of(TEXTS))
         )
         assert [ids.tolist(), lengths.tolist()] == expected
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+@pytest.mark.parametrize(("bos", "eod"), [(None, None), (1, None), (None, 2), (1, 2), (2, 2)])
+def test_long_and_short_texts_are_framed_alike(bos: int | None, eod: int | None, keep_empty: bool) -> None:
+    """Long texts are copied one by one, short ones through a mask."""
+    framing = DocumentFraming(bos_id=bos, eod_id=eod, dtype="int32", keep_empty=keep_empty)
+    generator = np.random.default_rng(1)
+    for sizes in ([], [0], [0, 0, 0], [9000, 0, 7000], [3, 0, 1], [0, 12_000, 1, 0], [1999], [2000], [2001, 2000]):
+        texts = [generator.integers(5, 99, size, dtype=np.uint32) for size in sizes]
+        ids, lengths = framing.apply(np.concatenate([np.empty(0, np.uint32), *texts]), np.array(sizes, np.int64))
+        begin, end = [bos] * (bos is not None), [eod] * (eod is not None)
+        expected = [[*begin, *text.tolist(), *end] if len(text) else [] for text in texts if keep_empty or len(text)]
+        assert [ids.tolist(), lengths.tolist()] == [[id_ for text in expected for id_ in text], [*map(len, expected)]]
+        assert ids.dtype == np.int32
