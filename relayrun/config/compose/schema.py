@@ -5,8 +5,6 @@ Slurm's, if they have one. Unknown names are errors; `relayrun.config.compose.re
 the nearest valid name. Other modules import the sections from here, too: these are the names imported `as` themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Self
 

@@ -4,8 +4,6 @@
 Megatron-LM. The native trainer's config is `relayrun.config.compose.schema.RunConfig`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """Base class and text types of all sections of a config."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """The batch systems that `cluster.scheduler` names. A new one is an entry here and a module of its name beside `slurm`
 and `local` in `control/scheduler`, which assigns its subclass of `Scheduler` to SCHEDULER."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

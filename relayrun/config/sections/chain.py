@@ -1,7 +1,5 @@
 """`chain`: the sequence of a run's jobs. A submit validates it; every job reads it from plan.json."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The section `checkpoint` of a run config."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import field_validator, model_validator

@@ -1,7 +1,5 @@
 """`command`: a program of the user's own. A submit validates it; every job reads it from plan.json."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from signal import Signals

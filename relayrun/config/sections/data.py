@@ -4,8 +4,6 @@
 describe text files; their names are those of fairseq2's parquet pipeline.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self, get_args
 

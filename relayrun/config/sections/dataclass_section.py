@@ -5,8 +5,6 @@ read is a dataclass below `DataclassSection`, with its limits in the metadata of
 give pydantic its schema, and `read_section` checks the same types and limits without pydantic.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Jobs of a run and their company: `chain`, `tracking`, `debug`, `job`, `evaluation`, `cluster`."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import sys

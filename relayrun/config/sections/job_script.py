@@ -1,7 +1,5 @@
 """Settings that become part of a job script: options of sbatch, setup lines and the container of its programs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,7 +87,7 @@ class ContainerSection(Section):
         workdir = [] if self.workdir is None else ["--pwd", self.workdir]
         return ["apptainer", "exec", *flags, *binds, *workdir, *self.options, self.image]
 
-    def with_mounts(self, paths: Iterable[str]) -> ContainerSection:
+    def with_mounts(self, paths: Iterable[str]) -> Self:
         """Return this container with further folders of the host, except those in its mounts."""
         if self.runtime not in ("pyxis", "apptainer"):
             return self

@@ -3,8 +3,6 @@
 `TransformerSection` inherits the fields of experts (MoE), of FP8 and of multi-latent attention (MLA).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator

@@ -1,7 +1,5 @@
 """Recipients of a run's notices, and checks that no secret stands in a config."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal, Self, get_args
 

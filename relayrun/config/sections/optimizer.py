@@ -1,7 +1,5 @@
 """The section `optimizer` of a run config."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator

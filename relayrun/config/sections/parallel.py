@@ -1,7 +1,5 @@
 """The section `parallel` of a run config."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import model_validator

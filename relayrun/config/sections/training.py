@@ -5,8 +5,6 @@ integers (megatron-core 0.16.1, num_microbatches_calculator.py:353), or a list [
 the size of the stage in which it begins; it may end beyond that stage, and the next one begins there.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ class GlobalBatchSizes:
         return {"global_batch_size": self.global_batch_size, "rampup_batch_size": self.rampup}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> GlobalBatchSizes:
+    def from_json(cls, value: dict[str, Any]) -> Self:
         return cls(value["global_batch_size"], value["rampup_batch_size"])
 
 

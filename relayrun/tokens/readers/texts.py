@@ -8,19 +8,17 @@ schema and check that its texts are UTF-8.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import mmap
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.tokens.readers.faults import BadLine, LineFaults
@@ -217,17 +215,34 @@ def missing_column_error(
 def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
     """Return the text column, which may be nested."""
     first, *others = find_field(table.schema, "", column)
-    return functools.reduce(pc.struct_field, others, table[first])
+    return _nested(table[first], others)
 
 
 def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     """Return the texts of a batch as a string or large_string array; `fields` as returned by `find_field`."""
-    array = functools.reduce(pc.struct_field, fields[1:], batch.column(fields[0]))
+    array = _nested(batch.column(fields[0]), fields[1:])
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if array.type in _BYTE_TYPES:  # as Spark, Hive and Impala write texts; `keep_utf8` looks at the bytes
         array = array.view(pa.string() if pa.types.is_binary(array.type) else pa.large_string())
     return array if array.type in TEXT_TYPES else array.cast(pa.large_string())
+
+
+def _nested(array: pa.Array | pa.ChunkedArray, names: Sequence[str]) -> Any:
+    for name in names:
+        from pyarrow import compute  # its import takes as long as that of Arrow
+
+        array = compute.struct_field(array, name)
+    return array
+
+
+def as_large_strings(array: pa.Array) -> pa.Array:
+    """Return a string or large_string array as large_string; `cast` would import pyarrow.compute."""
+    if pa.types.is_large_string(array.type) or not len(array):
+        return array if len(array) else pa.array([], pa.large_string())
+    valid, offsets, data = array.buffers()
+    starts = np.frombuffer(offsets, np.int32)[: array.offset + len(array) + 1].astype(np.int64)
+    return pa.Array.from_buffers(pa.large_string(), len(array), [valid, pa.py_buffer(starts), data], -1, array.offset)
 
 
 def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
@@ -239,7 +254,9 @@ def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) 
     good = _utf8_mask(array, faults, where)
     if good is None:
         return array
-    return pc.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
+    from pyarrow import compute
+
+    return compute.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
 
 
 def keep_utf8_rows(

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from relayrun.config.sections.conditions import condition_columns
 from relayrun.config.sections.data import StreamSection
@@ -33,6 +32,7 @@ from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import PARQUET, file_format
 from relayrun.tokens.readers.texts import (
     MAX_ROWS,
+    as_large_strings,
     find_field,
     keep_utf8,
     large_strings,
@@ -242,7 +242,9 @@ class FragmentReader:
             found["no text"] += int((~there).sum())
             chosen = chosen[there]
         if self._stream.min_len or self._stream.max_len is not None:
-            lengths = np.asarray(pc.fill_null(pc.utf8_length(texts), 0))[chosen]
+            from pyarrow import compute
+
+            lengths = np.asarray(compute.fill_null(compute.utf8_length(texts), 0))[chosen]
             fits = lengths >= self._stream.min_len
             if self._stream.max_len is not None:
                 fits &= lengths <= self._stream.max_len
@@ -314,7 +316,7 @@ class FragmentReader:
         for array in read_column(entry.path, self._stream.column, batch_bytes=_READ_BATCH_BYTES, faults=faults):
             reasons = _fault_reasons(len(array), faults)
             if start < len(array):
-                texts = array.slice(start).cast(pa.large_string())
+                texts = as_large_strings(array.slice(start))
                 yield pa.record_batch([texts, reasons.slice(start)], [TEXT_COLUMN, _REASON_COLUMN])
             start = max(0, start - len(array))
 
@@ -324,7 +326,7 @@ class FragmentReader:
 
         def take(batch: pa.RecordBatch, where: Callable[[int], str]) -> pa.RecordBatch:
             texts = keep_utf8(text_array(batch, fields), faults, where)
-            columns = {TEXT_COLUMN: texts.cast(pa.large_string()), _REASON_COLUMN: _fault_reasons(len(batch), faults)}
+            columns = {TEXT_COLUMN: as_large_strings(texts), _REASON_COLUMN: _fault_reasons(len(batch), faults)}
             columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
             return pa.record_batch(columns)
 

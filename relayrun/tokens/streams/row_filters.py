@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from relayrun.config.sections.conditions import (
     OPERATORS,
@@ -35,10 +34,15 @@ from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+
 
 def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
     """Return a condition for tables of `schema`. Numbers are compared as decimals and doubles: Arrow refuses integers
     above 2^24 beside floats of 32 bits, and above 2^63 beside int64. Raises ArrowException for too large constants."""
+    from pyarrow import compute  # its import takes as long as that of Arrow
+
     match condition:
         case Compare(left, sign, right):
             return OPERATORS[sign](_arrow_operand(left, schema), _arrow_operand(right, schema))
@@ -53,7 +57,7 @@ def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
             to = pa.float64() if float in map(type, values) else to
             return inside.cast(to).isin(pa.array(values, to))
         case IsNull(item):
-            return pc.field(item.name).is_null()
+            return compute.field(item.name).is_null()
         case Not(inner):
             return ~arrow_expression(inner, schema)
 
@@ -65,15 +69,17 @@ def _number_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType | Non
 
 
 def _arrow_operand(part: ConditionOperand, schema: pa.Schema) -> pc.Expression:
+    from pyarrow import compute
+
     match part:
         case Variable(name):
             to = _number_type(part, schema)
-            return pc.field(name) if to is None else pc.field(name).cast(to)
+            return compute.field(name) if to is None else compute.field(name).cast(to)
         case TextLength(column):
-            return pc.utf8_length(pc.field(column.name))
+            return compute.utf8_length(compute.field(column.name))
         case int() if not isinstance(part, bool):
-            return pc.scalar(pa.scalar(Decimal(part)))
-    return pc.scalar(part)
+            return compute.scalar(pa.scalar(Decimal(part)))
+    return compute.scalar(part)
 
 
 class ConditionMisfit(Exception):
