@@ -25,6 +25,9 @@ STEPS = 4
 SECONDS = 600.0
 """A chain that has not ended by then runs for ever."""
 
+NOT_MADE, TURNS = "no process made that call", 5
+"""A busy machine may write all metrics at once, and then nothing of their view is cut off. So often it is tried."""
+
 CALLS = {
     "openat": 200,
     "write": 9,
@@ -67,17 +70,24 @@ def test_a_chain_whose_first_job_meets_a_failing_call_ends_with_a_word(
     numbers = range(CASES) if everything else range(todays(50), CASES, 50)
     wrong = []
     for number in numbers:
-        complaint = below_strace(number, make_run, root)
+        for turn in range(TURNS):
+            complaint = below_strace(number, make_run, root, turn)
+            if complaint != NOT_MADE:
+                break
         print(number, case(number), complaint or "well", flush=True)
         if complaint:
             wrong.append(f"{number} {case(number)}: {complaint}")
     assert not wrong, "\n".join([f"{len(wrong)} of {len(numbers)}", *wrong])
 
 
-def below_strace(number: int, make_run: MakeRun, root: Path) -> str:
+def below_strace(number: int, make_run: MakeRun, root: Path, turn: int) -> str:
     """Run one case; what is wrong with it, or nothing."""
     run, plan = make_run(
-        f"--steps={STEPS}", "--step-seconds=0.01", folder=f"run{number}", total_steps=STEPS, package_root=str(root)
+        f"--steps={STEPS}",
+        "--step-seconds=0.01",
+        folder=f"run{number}-{turn}",
+        total_steps=STEPS,
+        package_root=str(root),
     )
     real = run.job_script.rename(run.path / "real.sbatch")
     wanted, trace = case(number), run.path / "trace"
@@ -106,7 +116,7 @@ def below_strace(number: int, make_run: MakeRun, root: Path) -> str:
         return f"it runs for ever\n{log(run)}"
     text = trace.read_text(errors="replace")
     if "(INJECTED)" not in text and not re.search(r"\) += \?$", text, re.M):
-        return "no process made that call"
+        return NOT_MADE
     reason = stop_reason(run)
     if reason is None:
         return f"it ended without a word\n{log(run)}"
