@@ -301,7 +301,7 @@ def sample_texts(
         left = most_bytes // len(chosen)
         with contextlib.suppress(InputError):  # the task of the file reports it
             for array in read(path, column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
-                for piece in PackedTexts.from_arrow(array.drop_null()).views():
+                for piece in PackedTexts.from_arrow(array.drop_null() if array.null_count else array).views():
                     if left > 0 and piece:
                         texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
                         left -= len(piece)
