@@ -276,6 +276,22 @@ def test_the_import_loads_neither_torch_nor_pydantic() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_the_first_batch_of_long_texts_imports_no_functions_of_arrow(tmp_path: Path) -> None:
+    """Their import takes as long as that of Arrow."""
+    data = text(Workspace.make(tmp_path))
+    for name, source in data["mixture"].items():
+        source["path"] = str(tmp_path / f"{name}.parquet")
+        pq.write_table(pa.table({"text": [f"{number} words " * 1300 for number in range(500)]}), source["path"])
+    program = (
+        "import json, sys; from relayrun.loader import Loader; from itertools import islice\n"
+        f"loader = Loader(json.loads(sys.argv[1]), seq_length={LENGTH}, batch_size={BATCH}, read_ahead=False)\n"
+        "print(len([*islice(loader, 3)]), {'pyarrow.compute', 'pandas', 'torch'} & set(sys.modules))"
+    )
+    words = [sys.executable, "-c", program, json.dumps(data)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == "3 set()"
+
+
 READS_WITH_THE_EXTRA = """
 import importlib.metadata, json, re, sys
 
