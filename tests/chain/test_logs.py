@@ -150,7 +150,7 @@ def test_a_log_without_lines_is_shown_in_bounded_time_and_memory(
         file.write(b"" if content == "sparse" else bar * (100_000_000 // len(bar)))
     began = time.process_time()
     assert main(["logs", str(run.path)]) == 0
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 1
     capsys.readouterr()
     tracemalloc.start()
     assert main(["logs", str(run.path)]) == 0

@@ -329,12 +329,12 @@ def test_words_are_quoted_whole_and_from_the_line_that_explains_the_others(log: 
     ],
     ids=["retry", "nccl"],
 )
-def test_a_megabyte_of_lines_that_look_like_errors_costs_seconds(line: str) -> None:
+def test_a_megabyte_of_lines_that_look_like_errors_costs_less_than_a_second(line: str) -> None:
     """`why` reads eight megabytes of the logs of all ranks line by line."""
     log = "".join(line.format(number) for number in range(2**20 // len(line)))
     began = time.process_time()
     found = first_cause(f"{log}{TRACEBACK}KeyError: 'a'\n")
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 0.8
     assert found is not None
     assert found.text == "KeyError: 'a' (loop.py:9)"
 

@@ -104,7 +104,7 @@ def test_100_000_files_are_split_in_seconds() -> None:
     files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003) for i in range(100_000)]
     start = time.monotonic()
     dumps = split_files(files, 1000)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 5
     ideal = sum(file.size for file in files) / 1000
     assert max(dump.size for dump in dumps) < 1.01 * ideal
 

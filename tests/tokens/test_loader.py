@@ -371,7 +371,7 @@ def test_a_state_far_on_is_read_in_a_second(tmp_path: Path, make: Any) -> None:
         begin = time.process_time()
         loader.load_state_dict(state)
         assert next(loader)["input_ids"].shape == (BATCH, LENGTH)
-        assert time.process_time() - begin < 20
+        assert time.process_time() - begin < 1
         assert loader.position == 999_999_996 + BATCH
 
 

@@ -277,7 +277,7 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     assert len(hung) == 2
     begun = time.monotonic()
     made.close()
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 5
     assert all(process.returncode == -9 for process in hung)
 
 

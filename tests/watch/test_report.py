@@ -260,7 +260,7 @@ def test_iterations_are_whole() -> None:
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_a_million_iterations_take_seconds_and_less_than_five_megabytes(accounted: Run) -> None:
+def test_a_million_iterations_take_less_than_ten_seconds_and_five_megabytes(accounted: Run) -> None:
     attempt = accounted.attempt(2)
     end, at = attempt.read_end(), T + 295.0
     assert end is not None
@@ -274,4 +274,4 @@ def test_a_million_iterations_take_seconds_and_less_than_five_megabytes(accounte
     seconds, size = time.process_time() - before, Path("long.html").stat().st_size
     print(f"{seconds:.1f} s of CPU, {size / 1e6:.2f} MB")
     assert size < 5_000_000
-    assert seconds < 100
+    assert seconds < 10

@@ -185,7 +185,9 @@ def test_of_logs_of_64_ranks_with_200_mb_each_the_ends_alone_are_read(run: Run) 
     ],
     ids=["sparse", "sparse-with-an-end", "one-line-of-errors", "progress-bar", "one-line-before-the-end"],
 )
-def test_a_log_of_10_gb_or_of_one_line_is_explained_within_seconds(run: Run, size: int, end: bytes, quote: str) -> None:
+def test_a_log_of_10_gb_or_of_one_line_is_explained_within_a_second(
+    run: Run, size: int, end: bytes, quote: str
+) -> None:
     """All but the end of the file is a hole. A line of 4 MB with words like an error took more than four minutes."""
     error = run.path / "job-1.err"
     with error.open("wb") as file:
@@ -195,7 +197,7 @@ def test_a_log_of_10_gb_or_of_one_line_is_explained_within_seconds(run: Run, siz
     began(run, 1, log=str(error))
     start = time.process_time()
     found = explain(run, 1)
-    assert time.process_time() - start < 20  # four minutes before
+    assert time.process_time() - start < 1
     assert quote in found.quote
 
 
