@@ -1,4 +1,7 @@
-"""Base class and text types of all sections of a config."""
+"""Base class and text types of all sections of a config.
+
+Modules of sections leave out `from __future__ import annotations`: each annotation would be compiled at every import.
+"""
 
 import dataclasses
 import typing

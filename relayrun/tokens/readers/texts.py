@@ -230,9 +230,9 @@ def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
 
 def _nested(array: pa.Array | pa.ChunkedArray, names: Sequence[str]) -> Any:
     for name in names:
-        from pyarrow import compute  # its import takes as long as that of Arrow
+        import pyarrow.compute as pc  # its import takes as long as that of Arrow
 
-        array = compute.struct_field(array, name)
+        array = pc.struct_field(array, name)
     return array
 
 
@@ -254,9 +254,9 @@ def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) 
     good = _utf8_mask(array, faults, where)
     if good is None:
         return array
-    from pyarrow import compute
+    import pyarrow.compute as pc
 
-    return compute.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
+    return pc.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
 
 
 def keep_utf8_rows(

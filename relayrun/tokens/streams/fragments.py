@@ -242,9 +242,9 @@ class FragmentReader:
             found["no text"] += int((~there).sum())
             chosen = chosen[there]
         if self._stream.min_len or self._stream.max_len is not None:
-            from pyarrow import compute
+            import pyarrow.compute as pc
 
-            lengths = np.asarray(compute.fill_null(compute.utf8_length(texts), 0))[chosen]
+            lengths = np.asarray(pc.fill_null(pc.utf8_length(texts), 0))[chosen]
             fits = lengths >= self._stream.min_len
             if self._stream.max_len is not None:
                 fits &= lengths <= self._stream.max_len

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
     """Return a condition for tables of `schema`. Numbers are compared as decimals and doubles: Arrow refuses integers
     above 2^24 beside floats of 32 bits, and above 2^63 beside int64. Raises ArrowException for too large constants."""
-    from pyarrow import compute  # its import takes as long as that of Arrow
+    import pyarrow.compute as pc  # its import takes as long as that of Arrow
 
     match condition:
         case Compare(left, sign, right):
@@ -57,7 +57,7 @@ def arrow_expression(condition: Condition, schema: pa.Schema) -> pc.Expression:
             to = pa.float64() if float in map(type, values) else to
             return inside.cast(to).isin(pa.array(values, to))
         case IsNull(item):
-            return compute.field(item.name).is_null()
+            return pc.field(item.name).is_null()
         case Not(inner):
             return ~arrow_expression(inner, schema)
 
@@ -69,17 +69,17 @@ def _number_type(part: ConditionOperand, schema: pa.Schema) -> pa.DataType | Non
 
 
 def _arrow_operand(part: ConditionOperand, schema: pa.Schema) -> pc.Expression:
-    from pyarrow import compute
+    import pyarrow.compute as pc
 
     match part:
         case Variable(name):
             to = _number_type(part, schema)
-            return compute.field(name) if to is None else compute.field(name).cast(to)
+            return pc.field(name) if to is None else pc.field(name).cast(to)
         case TextLength(column):
-            return compute.utf8_length(compute.field(column.name))
+            return pc.utf8_length(pc.field(column.name))
         case int() if not isinstance(part, bool):
-            return compute.scalar(pa.scalar(Decimal(part)))
-    return compute.scalar(part)
+            return pc.scalar(pa.scalar(Decimal(part)))
+    return pc.scalar(part)
 
 
 class ConditionMisfit(Exception):

@@ -240,8 +240,8 @@ def read_attempt_sums(run: Run, plan: Plan, *, now: float) -> Counter[str]:
     name = hashlib.sha256(str(run.path.absolute()).encode()).hexdigest()
     # in a folder whole files are made or replaced; the metrics are appended to
     attempts = run.attempt_numbers()
-    own = [name for number in attempts for name in (f"{number:04}", f"{number:04}/{METRICS_NAME}")]
-    identities = file_identities(f"{run.path}/{ATTEMPTS_NAME}", own) if own else []
+    paths = [path for number in attempts for path in (f"{number:04}", f"{number:04}/{METRICS_NAME}")]
+    identities = file_identities(f"{run.path}/{ATTEMPTS_NAME}", paths) if paths else []
     files = [*zip(attempts, identities[::2], identities[1::2], strict=True)]
     text = read_cache("runs", name)
     known = NOTHING_KEPT if text is None else json.loads(text)
