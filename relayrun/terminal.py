@@ -19,13 +19,18 @@ from io import TextIOWrapper
 from itertools import zip_longest
 from typing import Any, TextIO, cast
 
-_ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 """Controls but tab and newline, 8-bit controls, marks of direction, line separators, and lone surrogates."""
 
 
 def inert(text: str) -> str:
     r"""Return the text with every active character as `\u001b`, which JSON reads as the same character."""
-    return text if text.isprintable() else _ACTIVE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text if text.isprintable() else _ACTIVE.sub(_escapes, text)
+
+
+def _escapes(run: re.Match[str]) -> str:
+    """Return the characters' four hexadecimal digits: a hole of a file has hundreds of thousands of them."""
+    return "\\u" + run[0].encode("utf-16-be", "surrogatepass").hex(" ", 2).replace(" ", "\\u")
 
 
 def one_line(text: str, most: int = 500) -> str:

@@ -1,9 +1,8 @@
 """Decisions of a chain and of its agents, as pure functions of facts: no files, no clock, no scheduler, no processes.
 
-For a chain: an attempt that raises the durable iteration earns its successor; one that does not is a failed
-attempt, and after `max_failed_attempts` in a row the chain stops. A finished run, an exit trigger, a fatal error
-and a cancelled job stop it at once. Exit codes decide nothing: only the outcome of rank 0 and the durable
-checkpoints count.
+For a chain: an attempt that raises the durable iteration earns its successor; one that does not is a failed attempt,
+and after `max_failed_attempts` in a row the chain stops. A finished run, an exit trigger, a fatal error and a cancelled
+job stop it at once. Exit codes decide nothing: only the outcome of rank 0 and the durable checkpoints count.
 
 For the ranks inside a job the same rule holds one scale smaller: a restart that brings no later state counts as
 failed, and after `max_failed_restarts` in a row the attempt ends. An error that would repeat ends it at once.

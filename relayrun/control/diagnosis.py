@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control import failure_signatures
-from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, SignatureTable, line_kinds
 from relayrun.control.job_log import LOG_PREFIX
 from relayrun.terminal import one_line
 
@@ -114,15 +115,15 @@ class Statement:
 
 def _lines_of(log: str) -> list[str]:
     """Return the lines: those of megabytes without their middle, of a traceback in JSON its last line."""
-    lines = [line if len(line) < 4000 else line[:2000] + line[-2000:] for line in log.splitlines()]
-    return [_of_json(line) if line.startswith("{") and "Traceback (" in line else line for line in lines]
+    return [line if len(line) < 4000 and line[:1] != "{" else _shortened(line) for line in log.splitlines()]
 
 
-def _of_json(line: str) -> str:
-    """Return the exception of a line of JSON with a traceback; the line itself if it is cut."""
-    with contextlib.suppress(ValueError):
-        told = [each for each in json.loads(line).values() if isinstance(each, str) and "Traceback (" in each]
-        return told[0].strip().splitlines()[-1] if told else line
+def _shortened(line: str) -> str:
+    line = line if len(line) < 4000 else line[:2000] + line[-2000:]
+    with contextlib.suppress(ValueError):  # JSON that is cut, or none
+        if line.startswith("{") and "Traceback (" in line:
+            told = [each for each in json.loads(line).values() if isinstance(each, str) and "Traceback (" in each]
+            return told[0].strip().splitlines()[-1] if told else line
     return line
 
 
@@ -171,22 +172,27 @@ def cause_among(log: str, found: Sequence[Statement]) -> Statement | None:
 
 def last_line(log: str) -> str:
     """Return the last line that a program wrote, if it is no progress; empty without any."""
-    lines = (line.strip() for line in reversed(_lines_of(log)) if not _ASIDE.match(_split_label(line)[1]))
-    return next((one_line(line) for line in lines if not _PROGRESS.search(line)), "")
+    lines = _lines_of(log)
+    newest: dict[str, str] = {}  # of each kind, the newest first: a progress bar has a hundred thousand
+    for kind, line in zip(reversed(line_kinds(lines)), reversed(lines), strict=True):
+        newest.setdefault(kind, line)
+    words = (line.strip() for line in newest.values() if not _ASIDE.match(_split_label(line)[1]))
+    return next((one_line(line) for line in words if not _PROGRESS.search(line)), "")
 
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
-    table = SignatureTable.of_log(log, more)
-    present = [*_TROUBLE, *table.texts()]
     lines = _lines_of(log)
+    table = SignatureTable.of_lines(lines, more)
+    present = [*_TROUBLE, *table.texts()]
     found: list[Statement] = []
     frames: dict[int | str, str] = {}  # the last frame of the open traceback of each rank or host
     threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
     chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
     hosts = set(_HOST.findall(log)) if "Traceback" in log or "Fatal Python" in log else ()
+    telling = set(range(len(lines))) if more else _lines_with(present, lines)
     for number, line in enumerate(lines):
-        if not frames and not more and not any(word in line for word in present):
+        if not frames and number not in telling:
             continue
         host = next((each for each in hosts if line.startswith(each)), "")
         rank, text = _split_label(line[len(host) :])
@@ -217,6 +223,17 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
                     asked = made if made.name == "hub" else earlier
                     made = replace(earlier, line=made.line, signature=asked.signature)
             found += [] if made is None else [replace(made, thread=place is not None and of in threads)]
+    return found
+
+
+def _lines_with(words: Sequence[str], lines: Sequence[str]) -> set[int]:
+    """Return the numbers of the lines that hold one of the words, by a search through all lines at once."""
+    text, ends, found = "\n".join(lines), [*accumulate(len(line) + 1 for line in lines)], set()
+    for word in words:
+        at = text.find(word)
+        while at >= 0:
+            found.add(number := bisect_right(ends, at))
+            at = text.find(word, ends[number])
     return found
 
 
@@ -344,12 +361,12 @@ def _not_survived(lines: Sequence[str], found: Sequence[Statement]) -> list[Stat
     """Return the statements of the newest group; none if training went on after it."""
     if not found:
         return []
-    said = {each.line for each in found}
-    weights = [
+    said, first = {each.line for each in found}, found[0].line
+    weights = (
         0 if n in said or _ASIDE.match(_split_label(line)[1]) else PROGRESS_WEIGHT if _PROGRESS.search(line) else 1
-        for n, line in enumerate(lines)
-    ]
+        for n, line in enumerate(lines[first:], first)
+    )
     after = [*accumulate(weights)]
-    newest = after[found[-1].line]
+    newest = after[found[-1].line - first]
     went_on = after[-1] - newest >= SURVIVED
-    return [each for each in found if not went_on and newest - after[each.line] < SURVIVED]
+    return [each for each in found if not went_on and newest - after[each.line - first] < SURVIVED]

@@ -38,12 +38,7 @@ from relayrun.watch.status.cron_check_record import LATE_CHECK_SECONDS, CronChec
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.symptoms import (
-    Symptom,
-    find_symptoms,
-    is_at_work,
-    running_job,
-)
+from relayrun.watch.symptoms import Symptom, find_symptoms, is_at_work, running_job
 from relayrun.watch.text import format_time
 
 SETTLE_SECONDS = 55.0

@@ -91,7 +91,7 @@ def test_a_thread_that_cannot_start_is_a_limit_and_no_abort() -> None:
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [find_statements(log) for _, _, log in LOGS]
     monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
-    monkeypatch.setattr(SignatureTable, "of_log", lambda _, more: SignatureTable(more))
+    monkeypatch.setattr(SignatureTable, "of_lines", lambda _, more: SignatureTable(more))
     assert [find_statements(log) for _, _, log in LOGS] == found
 
 

@@ -60,11 +60,7 @@ def quick_facts(attempt: Path) -> NodeFacts:
         with contextlib.suppress(OSError):
             room[name] = free_space(path)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return {
-        **room,
-        "unwritable": unwritable,
-        "open_files": None if hard == resource.RLIM_INFINITY else hard,
-    }
+    return {**room, "unwritable": unwritable, "open_files": None if hard == resource.RLIM_INFINITY else hard}
 
 
 def temporary_folder() -> Path:

@@ -261,11 +261,7 @@ class LocalScheduler(Scheduler):
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
     def _watch(
-        self,
-        job: LocalJob,
-        process: subprocess.Popen[bytes],
-        on_event: Callable[[str], None],
-        poll: Callable[[], None],
+        self, job: LocalJob, process: subprocess.Popen[bytes], on_event: Callable[[str], None], poll: Callable[[], None]
     ) -> str:
         """Send the signals when they are due, until the batch script ends; return the job's state."""
         end = (job.start_time or 0.0) + job.time_limit

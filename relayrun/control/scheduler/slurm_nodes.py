@@ -10,12 +10,7 @@ from pathlib import Path
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler.base import MinimumNodes, UsableNodes
 from relayrun.control.scheduler.error_lines import expand_nodelist
-from relayrun.control.scheduler.slurm_commands import (
-    NoAnswerError,
-    SlurmCommands,
-    count_gpus,
-    gpu_options_like_script,
-)
+from relayrun.control.scheduler.slurm_commands import NoAnswerError, SlurmCommands, count_gpus, gpu_options_like_script
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 

@@ -128,12 +128,7 @@ def run_fault(site: FaultSite, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     begin, run = time.time(), site.run(fault.name)
     config = site.write_config(fault.name, fault)
-    target = site.target(
-        run=run,
-        slurm=site.slurm,
-        patience=site.patience,
-        queue_seconds=site.queue_seconds,
-    )
+    target = site.target(run=run, slurm=site.slurm, patience=site.patience, queue_seconds=site.queue_seconds)
     failed = ""
     try:
         submit = start_submit(config, env=site.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

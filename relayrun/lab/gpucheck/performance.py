@@ -19,13 +19,7 @@ from relayrun.control.rundir.records import StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import checkout_state
 from relayrun.lab.gpucheck import runs
-from relayrun.lab.gpucheck.setup import (
-    TRACE_FILE,
-    CheckFailed,
-    CheckSetup,
-    PartFigures,
-    run_program,
-)
+from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckFailed, CheckSetup, PartFigures, run_program
 from relayrun.lab.small_run import merge_sections
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
 from relayrun.train.reporting.environment import node_gpus

@@ -199,12 +199,7 @@ def run_program(
     command = [*starter, *rank, setup.python, *measure, *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
-            cwd=places.CODE_ROOT,
-            env=setup.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
+            command, cwd=places.CODE_ROOT, env=setup.environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
         code: int | None = None
         while code is None:

@@ -25,13 +25,7 @@ from relayrun.control.trainers.command import PLACEHOLDERS
 from relayrun.errors import ConfigError
 from relayrun.submit.check import megatron_lm, rehearsal
 from relayrun.submit.check.findings import Findings
-from relayrun.submit.check.rehearsal import (
-    ANSWER_SECONDS,
-    run_python,
-    runs_in_container,
-    search_path,
-    user_modules,
-)
+from relayrun.submit.check.rehearsal import ANSWER_SECONDS, run_python, runs_in_container, search_path, user_modules
 from relayrun.submit.run_plan import fill_in_python
 from relayrun.train import megatron_versions
 from relayrun.watch.send_notices import INSTALL_HINT, NoticeSendError, check_target

@@ -13,23 +13,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 
-from relayrun.submit.megatron_lm.bash_builtins import (
-    OUTPUT,
-    PROGRAM,
-    BashBuiltins,
-    Followed,
-    Input,
-    LeaveBash,
-    Started,
-)
-from relayrun.submit.megatron_lm.bash_syntax import (
-    ASSIGNMENT,
-    DECLARE,
-    Node,
-    UnreadableBash,
-    Word,
-    parse,
-)
+from relayrun.submit.megatron_lm.bash_builtins import OUTPUT, PROGRAM, BashBuiltins, Followed, Input, LeaveBash, Started
+from relayrun.submit.megatron_lm.bash_syntax import ASSIGNMENT, DECLARE, Node, UnreadableBash, Word, parse
 from relayrun.submit.megatron_lm.bash_test import BashTest, matches
 from relayrun.submit.megatron_lm.bash_values import DEFAULTS, MARK, Source, ask_bash
 from relayrun.terminal import one_line

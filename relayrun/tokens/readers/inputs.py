@@ -49,10 +49,7 @@ def _compressed(*endings: str) -> tuple[str, ...]:
 
 PARQUET = FileFormat(name="parquet", suffixes=(".parquet", ".pq"), reader=f"{_ARROW_READERS}:read_parquet")
 JSON_LINES = FileFormat(
-    name="jsonl",
-    suffixes=_compressed(*JSON_ENDINGS),
-    reader=f"{_TEXT_READERS}:read_jsonl",
-    by_line=True,
+    name="jsonl", suffixes=_compressed(*JSON_ENDINGS), reader=f"{_TEXT_READERS}:read_jsonl", by_line=True
 )
 CSV = FileFormat(name="csv", suffixes=_compressed(".csv", ".tsv"), reader=f"{_TEXT_READERS}:read_csv")
 ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")

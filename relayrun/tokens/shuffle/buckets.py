@@ -53,11 +53,7 @@ def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[
 
 
 def keyed_rows(
-    files: Iterable[tuple[int, RowFile]],
-    column: str,
-    seed: int,
-    faults: LineFaults,
-    cut: RowSplit | None = None,
+    files: Iterable[tuple[int, RowFile]], column: str, seed: int, faults: LineFaults, cut: RowSplit | None = None
 ) -> Iterator[pa.Table]:
     """Yield the rows of these numbered files with their keys, batch by batch. Rows that `faults` skips have no number.
     With `cut`, each row of a split text has its own number."""

@@ -17,13 +17,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
 from relayrun.leftovers import exclusive_lock, rename_no_replace
-from relayrun.train.mirror.destination import (
-    CopyFailed,
-    commit_marker,
-    copy_faults,
-    remove_staged,
-    stage_files,
-)
+from relayrun.train.mirror.destination import CopyFailed, commit_marker, copy_faults, remove_staged, stage_files
 from relayrun.train.mirror.sync import check_owner, mirror_lock, trusted_policy
 
 

@@ -31,13 +31,7 @@ from relayrun.watch.goodput.attribution import (
     read_metrics_blocks,
 )
 from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
-from relayrun.watch.goodput.ledger import (
-    LOST_PARTS,
-    MICROSECONDS_PER_SECOND,
-    PART_NAMES,
-    START_PARTS,
-    to_microseconds,
-)
+from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, PART_NAMES, START_PARTS, to_microseconds
 
 WAIT_KINDS = ("queued", "back-off", "stopped")
 """Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""

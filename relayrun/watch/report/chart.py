@@ -139,12 +139,7 @@ class Chart:
 
 
 def line_chart(
-    title: str,
-    drawn: Sequence[ChartLine],
-    *,
-    marks: Sequence[ChartMark] = (),
-    unit: str = "",
-    from_zero: bool = False,
+    title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = (), unit: str = "", from_zero: bool = False
 ) -> Chart | None:
     """Return a chart of lines over iterations; None if no line has a point."""
     there = [line for line in drawn if line.series.size]

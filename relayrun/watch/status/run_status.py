@@ -18,14 +18,7 @@ from relayrun.control.chain.quota import file_system_limit
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.failure_signatures import cause_words
 from relayrun.control.notify.events import copier_failure
-from relayrun.control.rundir import (
-    checkpoint_records,
-    evaluations,
-    node_health,
-    restarts,
-    storage_limits,
-    triggers,
-)
+from relayrun.control.rundir import checkpoint_records, evaluations, node_health, restarts, storage_limits, triggers
 from relayrun.control.rundir.campaign import iterations_held_by_campaign
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult
