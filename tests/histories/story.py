@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from tests.plans import plan_with
 
 from .clock import Clock
 from .commands import Commands
-from .controller import FREE_LIMIT, OPERATOR, Controller, MemoryJob
+from .controller import FREE_LIMIT, OPERATOR, REMEMBERED, Controller, MemoryJob
 from .laws import Laws
 from .nodes import BEAT_SECONDS, STEPS_PER_BEAT, ChainWork, FallbackWork, Fate, Site, Work
 
@@ -433,6 +433,14 @@ class History:
             self._ended_by_person()
             self.laws.person_ended = job.id
             self.slurm.cancel(job, 1000)
+            runs = any(each.live and not each.waits for each in self.slurm.jobs.values())
+            if not self.slurm.accounting and not runs:
+                self.clock.after(REMEMBERED, partial(self._forgotten, len(self.works)))
+
+    def _forgotten(self, started: int) -> None:
+        """Without accounting nobody can know of a cancelled job if no job has started while Slurm knew of it."""
+        if len(self.works) == started:
+            self.laws.person_ended = None
 
     def stop_by_hand(self) -> None:
         self._ended_by_person()

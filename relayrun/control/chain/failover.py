@@ -90,19 +90,21 @@ def _chain_end(run: Run, plan: Plan, scheduler: Scheduler, order: FallbackOrder,
     ours = newest is not None and newest.number > plan.submitted_after_attempt
     if newest is not None and ours and (cancelled := jobs.end_by_cancelled_successor(newest, scheduler)) is not None:
         return cancelled
-    if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
-        by = scheduler.cancelled_by(failed.id)
-        return ChainEnd("stopped", f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else ""))
+    # a fallback job may wait in the queue until Slurm has forgotten the job behind which it was queued
+    if not _was_replaced(newest, order.job_id) and scheduler.cancelled(order.job_id, nodes=""):
+        by = scheduler.cancelled_by(order.job_id)
+        words = f"job {order.job_id}, which was to go on, was cancelled"
+        return ChainEnd("stopped", words + (f" by {by}" if by else ""))
     count = _failed_begins(order, failed)
     if count >= MAX_FAILED_BEGINS:
         return ChainEnd("failed", f"job {order.job_id} failed and left no successor, {count} times in a row")
     return None
 
 
-def _was_replaced(newest: Attempt | None, job: Job) -> bool:
+def _was_replaced(newest: Attempt | None, job_id: str) -> bool:
     """Return whether the chain itself cancelled the job, which was its newest that began."""
     begin = newest.read_begin() if newest is not None else None
-    return newest is not None and begin is not None and begin.job_id == job.id and newest.replaced_by.exists()
+    return newest is not None and begin is not None and begin.job_id == job_id and newest.replaced_by.exists()
 
 
 def _queue_next(
