@@ -103,7 +103,7 @@ class SignatureTable:
         """Return whether words only report that another rank is gone, or that it was told to end. `known`: their
         entry."""
         general = known is None or known.name in GENERAL or "Error: Caught " in words
-        return general and any(_literal(each.pattern)[1:] in words and each.search(words) for each in self.secondary)
+        return general and any(each.search(words) for each in self.secondary)
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:

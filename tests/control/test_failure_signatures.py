@@ -95,6 +95,14 @@ def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.Mon
     assert [find_statements(log) for _, _, log in LOGS] == found
 
 
+def test_a_line_has_the_entry_whose_pattern_it_is_the_first_to_match() -> None:
+    """`classify` searches for a pattern's text before it tries the pattern."""
+    lines = {line for _, _, log in LOGS for line in log.splitlines()}
+    by_pattern = {line: next((each for found, each in signatures() if found.search(line)), None) for line in lines}
+    assert {line: classify(line) for line in lines} == by_pattern
+    assert len({each.name for each in by_pattern.values() if each is not None}) > 50
+
+
 def test_a_missing_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [each for each in failure_signatures._TABLE["entries"] if each["name"] != "disk-full"]
     monkeypatch.setitem(failure_signatures._TABLE, "entries", entries)
