@@ -17,6 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from itertools import zip_longest
+from operator import le
 from typing import Any, TextIO, cast
 
 _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
@@ -116,9 +117,9 @@ def format_table(
     move below each row, and the first column moves above it.
     """
     names, numeric = zip(*map(parse_column_header, columns), strict=True)
-    table = [[inert(text) for text in row] for row in rows]
+    table = [row if "".join(row).isprintable() else [*map(inert, row)] for row in rows]
     contents = ["\n".join(texts).split("\n") for texts in zip(names, *table, strict=True)]
-    kept, widths, narrow = list(range(len(names))), [max(map(_cells, texts)) for texts in contents], False
+    kept, widths, narrow = list(range(len(names))), [*map(_widest, contents)], False
 
     def excess() -> float:
         return sum(widths[at] + 2 for at in kept) - 2 * (0 in kept) - (width or math.inf)
@@ -128,12 +129,17 @@ def format_table(
         if widest and not numeric[widest] and widths[widest] - over >= MIN_WORDS:
             widths[widest] -= int(over)
         elif not narrow:  # names of columns are folded
-            widths, narrow = [max(map(_cells, (*name.split(), *texts))) for name, *texts in contents], True
+            widths, narrow = [_widest((*name.split(), *texts)) for name, *texts in contents], True
         else:
             kept.remove(widest)
     indent = "" if 0 in kept else "  "
     lines = [title] if title else []
+    plain = "  ".join(f"{{:{'>' if right else '<'}{width}}}" for right, width in zip(numeric, widths, strict=True))
     for row in (names, *table) if any(names) else table:
+        text = "".join(row)
+        if len(kept) == len(row) and text.isascii() and text.isprintable() and all(map(le, map(len, row), widths)):
+            lines.append(plain.format(*map(str.rstrip, row)).rstrip())  # most of thousands of rows
+            continue
         if indent and row is not names:
             lines += _folded(row[0], width)
         folded = [_folded(row[at], widths[at]) or [""] for at in kept]
@@ -146,7 +152,7 @@ def format_table(
 
 
 def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    if text.isprintable() and (width is None or len(indent + text) <= width):  # most cells of thousands of rows
+    if text.isprintable() and (width is None or len(indent + text) <= width):
         return [indent + text.rstrip()] if text.strip() else []
     fold = textwrap.TextWrapper(max(width or len(text), 1), indent, indent, break_on_hyphens=False)
     return [line for part in text.split("\n") for line in fold.wrap(part)]
@@ -155,6 +161,10 @@ def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def _padded(text: str, width: int, is_number: bool) -> str:
     fill = " " * (width - _cells(text))
     return fill + text if is_number else text + fill
+
+
+def _widest(texts: Sequence[str]) -> int:
+    return max(map(len if "".join(texts).isascii() else _cells, texts))
 
 
 def _cells(text: str) -> int:
