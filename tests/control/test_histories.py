@@ -36,6 +36,7 @@ BROKE_ONCE = {
     1055: "the same, by the successor",
     1795818391: "Slurm never answered when the fallback job was to be queued, and the next script died in begin",
     1795765975: "a limit kept every successor out of the queue, a kill ended the script, and status had no reason",
+    520410: "a batch script was killed at its start, and a limit had refused its fallback job: status says so",
     1795902066: "Slurm had forgotten a job that a person had cancelled when the fallback job behind it started",
 }
 

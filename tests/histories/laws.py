@@ -207,7 +207,7 @@ class Laws:
             return False
         ranks = killed.work.ranks if isinstance(killed.work, ChainWork) else None
         guarded = ranks is not None and self.clock.now - ranks.started > GUARD_SECONDS
-        refused = killed.start is not None and self.slurm.refused >= killed.start
+        refused = self.slurm.refused >= killed.submit  # the job before queues the fallback job
         return not (guarded and self.clean) and (refused or not self.plan.fallback_job)
 
     def _status_tells(self) -> bool:
