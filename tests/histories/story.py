@@ -339,9 +339,13 @@ class History:
     def reservation_ends(self) -> None:
         if RESERVATION in self.slurm.reservations:
             seconds = self.dice.choice([60.0, HOUR, 5 * HOUR])
-            self.slurm.reservations[RESERVATION] = self.clock.now + seconds
-            self.clock.after(seconds, lambda: self.laws.announced_end("its reservation ends", seconds))
-            self.clock.after(seconds, lambda: self.slurm.end_reservation(RESERVATION))
+            self.slurm.reservations[RESERVATION] = end = self.clock.now + seconds
+            self.clock.after(seconds, partial(self._reservation_over, end, seconds))
+
+    def _reservation_over(self, end: float, seconds: float) -> None:
+        if self.slurm.reservations.get(RESERVATION) == end:  # nobody has changed it since
+            self.laws.announced_end("its reservation ends", seconds)
+            self.slurm.end_reservation(RESERVATION)
 
     def reservation_vanishes(self) -> None:
         """An operator deletes it as soon as no job runs in it: before, Slurm refuses that."""
