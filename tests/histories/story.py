@@ -442,8 +442,8 @@ class History:
                 self.clock.after(REMEMBERED, partial(self._forgotten, len(self.works)))
 
     def _forgotten(self, started: int) -> None:
-        """Without accounting nobody can know of a cancelled job if no job has started while Slurm knew of it."""
-        if len(self.works) == started:
+        """Without accounting a fallback job cannot know of a cancelled job if none has started while Slurm did."""
+        if len(self.works) == started and any(each.live for each in self.slurm.jobs.values()):
             self.laws.person_ended = None
 
     def stop_by_hand(self) -> None:
