@@ -119,6 +119,7 @@ def _lines_of(log: str) -> list[str]:
 
 
 def _shortened(line: str) -> str:
+    """Return a line of megabytes without its middle, and of JSON with a traceback the exception."""
     line = line if len(line) < 4000 else line[:2000] + line[-2000:]
     with contextlib.suppress(ValueError):  # JSON that is cut, or none
         if line.startswith("{") and "Traceback (" in line:

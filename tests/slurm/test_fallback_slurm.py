@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import shutil
 import sys
 import time
@@ -117,6 +118,35 @@ def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(
     cluster.wait_until(lambda: stop_reason(run), what="STOP")
     assert (stop_reason(run) or "").startswith(f"job {job}, which was to go on, was cancelled")
     no_fallback_job(cluster, plan)
+    assert not pending(cluster, plan)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("accounting")
+def test_a_cancelled_job_that_slurm_has_forgotten_ends_the_chain(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fallback job waits for a node meanwhile; accounting knows who cancelled the job."""
+    cluster = make_cluster(nodes=1, accounting=True)
+    cluster.conf.write_text(cluster.conf.read_text().replace("MinJobAge=3600", "MinJobAge=2"))
+    cluster.run(["scontrol", "reconfigure"])
+    run, plan = make_run(**WITH_FALLBACK)
+    other = cluster.sbatch(["--exclusive", "--output=/dev/null", "--wrap=sleep 1000"])
+    cluster.wait_running(other)
+    job = start(cluster, run, plan, monkeypatch)
+    cluster.run(["scancel", job])
+
+    def forgotten() -> bool:
+        return "Invalid job id" in cluster.run(["scontrol", "show", "job", job], check=False).stderr
+
+    cluster.wait_until(forgotten, what=f"Slurm's forgetting of job {job}")
+    assert len(fallback_jobs(cluster, plan)) == 1
+    assert stop_reason(run) is None
+    cluster.run(["scancel", other])
+    no_fallback_job(cluster, plan)
+    assert stop_reason(run) == f"job {job}, which was to go on, was cancelled by {getpass.getuser()}", logs(run)
     assert not pending(cluster, plan)
 
 
