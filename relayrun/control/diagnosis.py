@@ -27,6 +27,8 @@ SURVIVED = 40
 """Ordinary lines after which a program has survived an error."""
 PROGRESS_WEIGHT = 14
 """Ordinary lines for which a line of progress stands."""
+LONGEST_LINE = 4000
+"""Characters of a longer line that are looked at: its beginning and its end."""
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
@@ -115,12 +117,13 @@ class Statement:
 
 def _lines_of(log: str) -> list[str]:
     """Return the lines: those of megabytes without their middle, of a traceback in JSON its last line."""
-    return [line if len(line) < 4000 and line[:1] != "{" else _shortened(line) for line in log.splitlines()]
+    return [line if len(line) < LONGEST_LINE and line[:1] != "{" else _shortened(line) for line in log.splitlines()]
 
 
 def _shortened(line: str) -> str:
     """Return a line of megabytes without its middle, and of JSON with a traceback the exception."""
-    line = line if len(line) < 4000 else line[:2000] + line[-2000:]
+    if len(line) >= LONGEST_LINE:
+        line = line[: LONGEST_LINE // 2] + line[-LONGEST_LINE // 2 :]
     with contextlib.suppress(ValueError):  # JSON that is cut, or none
         if line.startswith("{") and "Traceback (" in line:
             told = [each for each in json.loads(line).values() if isinstance(each, str) and "Traceback (" in each]
@@ -191,7 +194,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     threads: set[int | str] = set()  # ranks and hosts whose open traceback is a thread's
     chained: dict[int | str, str] = {}  # how the next exception of each rank or host is chained
     hosts = set(_HOST.findall(log)) if "Traceback" in log or "Fatal Python" in log else ()
-    telling = set(range(len(lines))) if more else _lines_with(present, lines)
+    telling = range(len(lines)) if more else _lines_with(present, lines)
     for number, line in enumerate(lines):
         if not frames and number not in telling:
             continue
